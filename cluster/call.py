@@ -1,0 +1,105 @@
+"""What the wire fronts (HTTP, gRPC) hand to the gateway, and what they get back. Knows neither wire nor Ray."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from espalier.replicas.request import SamplingParams, TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """One accepted call. `n` choices; choice 0 uses params.seed, choice i > 0 a seed hashed from it and i.
+
+    prompt_token_ids: already tokenized, chat template applied. deadline: seconds since the epoch. session: sticky key, if the client gave one.
+    """
+
+    call_id: str
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    n: int = 1
+    priority: int = 0
+    deadline: float | None = None
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEvent:
+    """An event of one choice, and the replica it came from."""
+
+    index: int
+    event: TokenEvent
+    replica: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What clients may know of a served model. defaults: sampling values of the checkpoint's generation_config.json, by SamplingParams field."""
+
+    name: str
+    created: int
+    max_context: int
+    vocab_size: int
+    quantization: str
+    numerics_id: str
+    defaults: dict[str, float | int]
+    ready_replicas: int
+
+
+class ModelText(Protocol):
+    """Text <-> token ids of one model. Implemented by espalier.replicas.tokenizer.Tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> str: ...
+
+
+class GenerateGateway(Protocol):
+    """The gateway as the wire fronts see it. Methods raise EngineError kinds only."""
+
+    def models(self) -> list[ModelInfo]:
+        """All served models, ready or not."""
+        ...
+
+    def resolve(self, model: str) -> ModelInfo:
+        """The model of that name; raises ModelNotFoundError."""
+        ...
+
+    def text(self, model: str) -> ModelText:
+        """Its tokenizer and chat template; raises ModelNotFoundError, or DrainingError while no replica of it was ever ready."""
+        ...
+
+    def generate(self, call: GenerateCall) -> AsyncIterator[ChoiceEvent]:
+        """Events of all choices, each choice in order, each ended by one event with `finish`.
+
+        A refusal (QueueFullError, InvalidRequestError, DrainingError, ...) is raised by the first `__anext__`, before any event: a wire front
+        awaits the first event, or its own keepalive clock, before it commits to a status. Closing the iterator (aclose) aborts every choice.
+        """
+        ...
+
+    async def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """Whether every model has a ready replica, and a JSON-able report of what is not."""
+        ...
+
+    def metrics_text(self) -> bytes:
+        """The Prometheus exposition of this gateway and of all engines."""
+        ...
+
+    @property
+    def draining(self) -> bool:
+        """Whether the gateway is stopping."""
+        ...

@@ -1,0 +1,101 @@
+"""ClusterConfig: what the cluster serves and where it listens. Read by deploy from file, environment and flags."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from espalier.replicas.config import EngineConfig
+from espalier.replicas.errors import InvalidRequestError
+
+
+def _require(ok: bool, name: str, message: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{name}: {message}", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model and its replicas. name: what clients put in `model`. num_cpus, num_gpus: what each replica asks of Ray."""
+
+    name: str
+    engine: EngineConfig
+    num_replicas: int = 2
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name) and not self.name.isspace(), "name", "a model needs a name")
+        _require(self.num_replicas >= 1, "replicas", "must be at least 1")
+        _require(self.num_cpus >= 0, "num_cpus", "must be at least 0")
+        _require(self.num_gpus >= 0, "num_gpus", "must be at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Weights of the router. affinity_min_tokens: a held prefix shorter than this attracts nothing.
+
+    affinity_max_excess: a replica that holds the prefix is still passed over when it has so many more outstanding tokens than the least loaded.
+    prefix_entries: block hashes remembered per replica. session_ttl_s: how long a session sticks to its replica after its last request.
+    """
+
+    affinity_min_tokens: int = 32
+    affinity_max_excess: int = 4096
+    prefix_entries: int = 65536
+    session_ttl_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        _require(self.affinity_min_tokens >= 0, "affinity_min_tokens", "must be at least 0")
+        _require(self.affinity_max_excess >= 0, "affinity_max_excess", "must be at least 0")
+        _require(self.prefix_entries >= 1, "prefix_entries", "must be at least 1")
+        _require(self.session_ttl_s >= 0, "session_ttl_s", "must be at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Where clients call. http_port, grpc_port: 0 takes a free one. api_key_file: `label: key` lines, mode 0600; None means no keys.
+
+    metrics_open: `/metrics` needs no key. max_outstanding: requests accepted at once by this gateway, over all models.
+    keepalive_s: seconds between SSE comments before the first token. drain_timeout_s: how long running requests may take to finish at stop.
+    default_deadline_s: deadline of a request that names none; None means none. reflection: offer gRPC reflection.
+    """
+
+    host: str = "127.0.0.1"
+    http_port: int = 5000
+    grpc_port: int = 50051
+    api_key_file: Path | None = None
+    metrics_open: bool = False
+    max_outstanding: int = 512
+    keepalive_s: float = 15.0
+    drain_timeout_s: float = 30.0
+    default_deadline_s: float | None = None
+    reflection: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("http_port", "grpc_port"):
+            _require(0 <= getattr(self, name) <= 65535, name, "must be a port number, or 0 for a free one")
+        _require(self.max_outstanding >= 1, "max_outstanding", "must be at least 1")
+        _require(self.keepalive_s > 0, "keepalive_s", "must be positive")
+        _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must be at least 0")
+        _require(
+            self.default_deadline_s is None or self.default_deadline_s > 0, "default_deadline_s", "must be positive"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The whole cluster: its models and the gateway in front of them. log_json: one JSON object a log line."""
+
+    models: tuple[ServedModel, ...]
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    log_level: str = "info"
+    log_json: bool = False
+
+    def __post_init__(self) -> None:
+        _require(len(self.models) > 0, "models", "at least one model is needed")
+        names = [model.name for model in self.models]
+        _require(len(set(names)) == len(names), "models", "each model needs a name of its own")
+        _require(
+            self.log_level in ("debug", "info", "warning", "error"),
+            "log_level",
+            "must be debug, info, warning or error",
+        )
