@@ -1,6 +1,6 @@
 """What the wire fronts (HTTP, gRPC) hand to the gateway, and what they get back. Knows neither wire nor Ray."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,8 +68,29 @@ class ModelText(Protocol):
     ) -> str: ...
 
 
+class GatewayMetrics(Protocol):
+    """What the wire fronts count. route, method: names from the served table, never a client's free text. Calls are cheap and never raise."""
+
+    def http_request(self, route: str, status: int) -> None:
+        """One HTTP request was answered with that status; a streamed one counts when its stream ends."""
+        ...
+
+    def grpc_request(self, method: str, code: str) -> None:
+        """One gRPC call ended with that status name, such as `INVALID_ARGUMENT`."""
+        ...
+
+    def client_disconnect(self, transport: str) -> None:
+        """A client left before its reply was whole. transport: `http` or `grpc`."""
+        ...
+
+
 class GenerateGateway(Protocol):
     """The gateway as the wire fronts see it. Methods raise EngineError kinds only."""
+
+    @property
+    def metrics(self) -> GatewayMetrics:
+        """Where the wire fronts count requests."""
+        ...
 
     def models(self) -> list[ModelInfo]:
         """All served models, ready or not."""
@@ -83,7 +104,7 @@ class GenerateGateway(Protocol):
         """Its tokenizer and chat template; raises ModelNotFoundError, or DrainingError while no replica of it was ever ready."""
         ...
 
-    def generate(self, call: GenerateCall) -> AsyncIterator[ChoiceEvent]:
+    def generate(self, call: GenerateCall) -> AsyncGenerator[ChoiceEvent, None]:
         """Events of all choices, each choice in order, each ended by one event with `finish`.
 
         A refusal (QueueFullError, InvalidRequestError, DrainingError, ...) is raised by the first `__anext__`, before any event: a wire front

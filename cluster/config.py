@@ -72,6 +72,8 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         for name in ("http_port", "grpc_port"):
             _require(0 <= getattr(self, name) <= 65535, name, "must be a port number, or 0 for a free one")
+        same = self.http_port == self.grpc_port != 0
+        _require(not same, "grpc_port", "must differ from http_port")
         _require(self.max_outstanding >= 1, "max_outstanding", "must be at least 1")
         _require(self.keepalive_s > 0, "keepalive_s", "must be positive")
         _require(self.drain_timeout_s >= 0, "drain_timeout_s", "must be at least 0")

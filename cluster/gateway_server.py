@@ -1,0 +1,103 @@
+"""GatewayServer: the Serve deployment that holds a Gateway and its two servers, each on a port of its own. Serve's proxy is not in their way."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from espalier import __version__
+from espalier.cluster.catalog import ServedText
+from espalier.cluster.config import ClusterConfig, ServedModel
+from espalier.cluster.discovery import Discovery
+from espalier.cluster.gateway import Gateway
+from espalier.cluster.ingress.grpc import start_grpc_server
+from espalier.cluster.ingress.http import build_http_app
+from espalier.cluster.logs import LogConfig, configure_logging
+from espalier.cluster.metrics import ClusterMetrics
+from espalier.cluster.replica_board import BOARD
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+# After the drain nothing runs any more; this only bounds the closing of idle connections.
+CLOSE_S = 2.0
+
+LoadText = Callable[[ServedModel], ServedText]
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayPorts:
+    """Where a gateway listens; free ports that were asked for as 0 are told here."""
+
+    http: int
+    grpc: int
+
+
+class GatewayServer:
+    """Starts listening before Serve counts it as running. One process holds one gateway."""
+
+    async def __init__(self, config: ClusterConfig, logs: LogConfig, load_text: LoadText) -> None:  # type: ignore[misc]
+        # Serve awaits an async __init__; only in one can servers be started before the replica is RUNNING.
+        configure_logging(logs, f"gateway-{os.getpid()}")
+        self._config = config
+        texts = {model.name: await asyncio.to_thread(load_text, model) for model in config.models}
+        self._gateway = Gateway(config, texts, ClusterMetrics(version=__version__))
+        listener = _listen(config.gateway.host, config.gateway.http_port)
+        self._http = uvicorn.Server(
+            uvicorn.Config(
+                build_http_app(self._gateway, config.gateway),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                timeout_graceful_shutdown=int(CLOSE_S),
+            )
+        )
+        self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http server")
+        self._grpc, grpc_port = await start_grpc_server(self._gateway, config.gateway)
+        self._ports = GatewayPorts(http=listener.getsockname()[1], grpc=grpc_port)
+        discovery = Discovery(texts, self._gateway.fleet, BOARD, uuid.uuid4().hex)
+        self._discovery_task = asyncio.create_task(discovery.run(), name="discovery")
+        log.info("gateway listens", extra={"http_port": self._ports.http, "grpc_port": self._ports.grpc})
+
+    async def ports(self) -> GatewayPorts:
+        """Where it listens."""
+        return self._ports
+
+    async def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """What `/ready` tells; see GenerateGateway.readiness."""
+        return await self._gateway.readiness()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Not ready from now on; returns when all running requests have ended, after `timeout_s` seconds at the latest."""
+        await self._gateway.drain(timeout_s)
+
+    async def check_health(self) -> None:
+        """Raises when one of our tasks has ended, so that Serve replaces this gateway."""
+        for task in (self._http_task, self._discovery_task):
+            if task.done():
+                raise RuntimeError(f"{task.get_name()} has ended")
+
+    async def __del__(self) -> None:
+        # Serve awaits this once when it stops the replica.
+        await self._gateway.drain(self._config.gateway.drain_timeout_s)
+        self._discovery_task.cancel()
+        self._http.should_exit = True
+        await self._grpc.stop(CLOSE_S)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(self._http_task, self._discovery_task)
+        # Only now: the replicas wait for these streams to end before they stop.
+        await self._gateway.fleet.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises OSError when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)

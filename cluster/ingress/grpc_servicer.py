@@ -1,0 +1,118 @@
+"""InferenceService: what each method does with the gateway. Knows messages only through grpc_wire, and nothing of ports or keys."""
+
+# grpc's handler type takes parameters only in its stubs.
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from espalier.cluster.call import GenerateGateway
+from espalier.cluster.ingress import grpc_wire
+from espalier.cluster.ingress.errors import grpc_status, wire_error
+from espalier.cluster.ingress.grpc_status import abort
+from espalier.cluster.ingress.openai_reply import raise_failure
+from espalier.cluster.ingress.pb import inference_pb2 as pb
+from espalier.cluster.ingress.sampling_fields import check_token_ids, deadline_after
+
+SERVICE = "espalier.v1.InferenceService"
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Request = TypeVar("Request", bound=Message)
+Method = Callable[[Request, Context], Awaitable[Message | None]]
+
+
+class InferenceServicer:
+    """The methods, and the handlers that a server registers."""
+
+    def __init__(self, gateway: GenerateGateway) -> None:
+        self._gateway = gateway
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        """By method name. Requests arrive as bytes, so that a malformed one is answered like any other bad request."""
+        unary = grpc.unary_unary_rpc_method_handler
+        stream = grpc.unary_stream_rpc_method_handler
+        return {
+            "Generate": stream(self._answer("Generate", pb.GenerateRequest, self._generate), None, _serialize),
+            "Tokenize": unary(self._answer("Tokenize", pb.TokenizeRequest, self._tokenize), None, _serialize),
+            "Detokenize": unary(self._answer("Detokenize", pb.DetokenizeRequest, self._detokenize), None, _serialize),
+            "ListModels": unary(self._answer("ListModels", pb.ListModelsRequest, self._list_models), None, _serialize),
+        }
+
+    def _answer(
+        self, name: str, kind: type[Request], method: Method[Request]
+    ) -> Callable[[bytes, Context], Awaitable[Message | None]]:
+        """`method` with its request parsed, its errors turned into statuses and its end counted."""
+
+        async def answer(raw: bytes, context: Context) -> Message | None:
+            metrics = self._gateway.metrics
+            try:
+                reply = await method(grpc_wire.parse(raw, kind), context)
+            except asyncio.CancelledError:
+                self._count_cancelled(name, context)
+                raise
+            except Exception as error:
+                shown = wire_error(error)
+                metrics.grpc_request(name, grpc_status(shown).name)
+                await abort(context, shown)
+            metrics.grpc_request(name, grpc.StatusCode.OK.name)
+            return reply
+
+        return answer
+
+    def _count_cancelled(self, name: str, context: Context) -> None:
+        """A call was cancelled: its deadline passed, this server stopped before the call was done, or the client left."""
+        metrics = self._gateway.metrics
+        if context.time_remaining() == 0:
+            metrics.grpc_request(name, grpc.StatusCode.DEADLINE_EXCEEDED.name)
+        elif self._gateway.draining:
+            metrics.grpc_request(name, grpc.StatusCode.UNAVAILABLE.name)
+        else:
+            metrics.grpc_request(name, grpc.StatusCode.CANCELLED.name)
+            metrics.client_disconnect("grpc")
+
+    async def _generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        info = self._gateway.resolve(grpc_wire.require_model(request.model))
+        text = self._gateway.text(info.name)
+        call = await asyncio.to_thread(
+            grpc_wire.generate_call,
+            request,
+            info,
+            text,
+            call_id=f"gen-{uuid.uuid4().hex}",
+            deadline=deadline_after(context.time_remaining()),
+        )
+        async with contextlib.aclosing(self._gateway.generate(call)) as choices:
+            async for choice in choices:
+                message = grpc_wire.response(call, choice, text, token_ids=request.output.return_token_ids)
+                if message is not None:
+                    await context.write(message)
+                if choice.event.finish is not None:
+                    # A choice that failed ends the whole call: errors are statuses, never messages in the stream.
+                    raise_failure(choice.event.finish)
+
+    async def _tokenize(self, request: pb.TokenizeRequest, _context: Context) -> pb.TokenizeResponse:
+        info = self._gateway.resolve(grpc_wire.require_model(request.model))
+        token_ids = await asyncio.to_thread(grpc_wire.tokenize, request, self._gateway.text(info.name))
+        return pb.TokenizeResponse(token_ids=token_ids, max_context=info.max_context)
+
+    async def _detokenize(self, request: pb.DetokenizeRequest, _context: Context) -> pb.DetokenizeResponse:
+        info = self._gateway.resolve(grpc_wire.require_model(request.model))
+        check_token_ids(request.token_ids, info, "token_ids")
+        text = self._gateway.text(info.name)
+        return pb.DetokenizeResponse(
+            text=text.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
+        )
+
+    async def _list_models(self, _request: pb.ListModelsRequest, _context: Context) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[grpc_wire.model(info) for info in self._gateway.models()])
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()

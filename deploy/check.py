@@ -1,0 +1,37 @@
+"""What is looked at before anything starts: the options, and of every model its headers, its limits and its tokenizer. Reads no weights."""
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from espalier.cluster.config import ClusterConfig, ServedModel
+from espalier.deploy.config import advice, blamed_on, compose, resolve
+from espalier.deploy.locate import locate_model
+from espalier.replicas.errors import InvalidRequestError
+from espalier.replicas.model.checkpoint import open_checkpoint
+from espalier.replicas.tokenizer import Tokenizer
+
+
+def checked_config(flags: Mapping[str, str], config_file: str | None) -> tuple[ClusterConfig, list[str]]:
+    """The configuration, with every model found (fetched or made where need be) and looked at; and what the user should know of it.
+
+    Raises InvalidRequestError and CheckpointError for what can never start, DownloadError for what may start later.
+    """
+    settings = resolve(flags, os.environ, config_file=config_file)
+    config = compose(settings, locate_model)
+    for model, layer in zip(config.models, settings.models, strict=True):
+        with blamed_on(layer):
+            check_model(model)
+    return config, advice(config, settings, gpu_present=torch.cuda.is_available())
+
+
+def check_model(model: ServedModel) -> None:
+    """Raises CheckpointError naming file and tensor, or InvalidRequestError when the options ask for more than the model has."""
+    checkpoint = open_checkpoint(model.engine.model_path)
+    context, limit = model.engine.max_context, checkpoint.config.max_positions
+    if context is not None and context > limit:
+        raise InvalidRequestError(
+            f"context: {model.name} has positions for {limit} tokens, not {context}", param="context"
+        )
+    Tokenizer.from_folder(model.engine.model_path)

@@ -1,0 +1,86 @@
+"""StepBuilder: collects one Step within its budgets, so that its size is bounded whatever the context length."""
+
+from espalier.replicas.cache.table import blocks_for
+from espalier.replicas.schedule.step import BlockAppend, Lane, Observed, SequenceBegin, Step
+from espalier.replicas.schedule.tracks import Track
+from espalier.replicas.sequence import Sequence
+
+BLOCKS_PER_STEP = 1024
+OBSERVED_PER_STEP = 4096
+
+
+class StepBuilder:
+    """One step in the making. Whoever is added first gets first of what is left: rows, block ids, observed tokens."""
+
+    def __init__(self, step_id: int, track: Track, *, max_lanes: int) -> None:
+        self._step_id = step_id
+        self._track = track
+        self._lanes: list[Lane] = []
+        self._begins: list[SequenceBegin] = []
+        self._appends: list[BlockAppend] = []
+        self._observed: list[Observed] = []
+        self._num_rows = 0
+        # Every decoding lane may need a block in the same round.
+        self._blocks_left = max(BLOCKS_PER_STEP, max_lanes)
+        self._observed_left = OBSERVED_PER_STEP
+
+    @property
+    def rows_left(self) -> int:
+        """Rows that can still be added."""
+        return self._track.max_rows - self._num_rows
+
+    def begin(self, sequence: Sequence, restore: tuple[tuple[str, int], ...]) -> None:
+        """Tells the shards of a sequence that was just admitted."""
+        self._begins.append(
+            SequenceBegin(sequence.residence.seq_id, sequence.request.params, sequence.prompt_len, restore)
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Adds as many of the sequence's next rows as fit; none while the shards still lack restored tokens or blocks before them."""
+        if not self._send_observed(sequence):
+            return
+        residence = sequence.residence
+        num_rows = min(self.rows_left, sequence.num_to_plan)
+        num_rows = min(num_rows, self._send_blocks(sequence, residence.num_planned + num_rows) - residence.num_planned)
+        if num_rows > 0:
+            self._lanes.append(sequence.plan(num_rows, step_id=self._step_id, first_row=self._num_rows))
+            self._num_rows += num_rows
+
+    def _send_observed(self, sequence: Sequence) -> bool:
+        """Whether the shards know all restored tokens that sampling needs."""
+        if not sequence.request.params.needs_history:
+            return True
+        residence = sequence.residence
+        start = residence.num_observed
+        stop = min(residence.num_restored, start + self._observed_left)
+        if stop > start:
+            token_ids = tuple(sequence.chain.token_ids[start:stop])
+            self._observed.append(Observed(residence.seq_id, start, token_ids))
+            self._observed_left -= stop - start
+            residence.num_observed = stop
+        return residence.num_observed == residence.num_restored
+
+    def _send_blocks(self, sequence: Sequence, num_positions: int) -> int:
+        """Sends what the shards lack of the table for so many positions; returns for how many positions they have it then."""
+        residence = sequence.residence
+        start = residence.num_blocks_sent
+        stop = min(blocks_for(num_positions, residence.table.block_size), start + self._blocks_left)
+        if stop > start:
+            self._appends.append(BlockAppend(residence.seq_id, tuple(residence.table.block_ids[start:stop])))
+            self._blocks_left -= stop - start
+            residence.num_blocks_sent = stop
+        return residence.num_blocks_sent * residence.table.block_size
+
+    def build(self, ends: tuple[int, ...]) -> Step | None:
+        """The step; None when there is nothing to compute or to tell ahead of it."""
+        if not (self._lanes or self._begins or self._appends or self._observed):
+            return None
+        return Step(
+            step_id=self._step_id,
+            track=self._track.name,
+            lanes=tuple(self._lanes),
+            begins=tuple(self._begins),
+            appends=tuple(self._appends),
+            observed=tuple(self._observed),
+            ends=ends,
+        )

@@ -1,0 +1,119 @@
+"""One real cluster for the whole session: two replicas of a tiny checkpoint behind one gateway, over both wires."""
+
+import contextlib
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+
+from espalier.cluster.config import ClusterConfig, GatewayConfig, ServedModel
+from espalier.replicas.config import EngineConfig
+from tests.support.tiny import make_tiny_checkpoint
+
+if TYPE_CHECKING:
+    from espalier.cluster.app import RunningCluster
+
+MODEL = "tiny"
+NUM_REPLICAS = 2
+
+
+@dataclass(frozen=True)
+class LiveCluster:
+    """http_url, grpc_address: where it answers. checkpoint: what it serves under the name `model`."""
+
+    running: "RunningCluster"
+    checkpoint: Path
+    model: str = MODEL
+
+    @property
+    def http_url(self) -> str:
+        return self.running.http_url
+
+    @property
+    def grpc_address(self) -> str:
+        return self.running.grpc_address
+
+    def replica_ids(self) -> set[str]:
+        """Replicas that are ready now."""
+        report = self.running.ready()[1]["models"][self.model]["replicas"]
+        return {replica for replica, state in report.items() if state == "ready"}
+
+    def replica_pids(self) -> list[int]:
+        """Processes of the engine replicas, by their titles."""
+        return sorted(pid for pid in _descendants(os.getpid()) if "ServeReplica:espalier-engine" in _title(pid))
+
+    def kill_a_replica(self) -> None:
+        """kill -9, as the kernel does it when memory is short."""
+        os.kill(self.replica_pids()[0], signal.SIGKILL)
+
+    def metric(self, name: str) -> list[float]:
+        """The family's values, one a series."""
+        text = httpx.get(f"{self.http_url}/metrics").text
+        return [
+            float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith((name + "{", name + " "))
+        ]
+
+    def wait_until_idle(self) -> None:
+        """Wait until no replica holds a request or a block of one, and the gateway no call. The figures are at most a second old."""
+        for name in (
+            "espalier_num_requests_running",
+            "espalier_num_requests_waiting",
+            "espalier_kv_cache_usage_perc",
+            "espalier_gateway_requests_in_flight",
+        ):
+            wait_until(lambda name=name: not any(self.metric(name)), f"{name} is 0")
+
+    def wait_until_healed(self) -> None:
+        """Wait until all replicas are ready again."""
+        wait_until(lambda: len(self.replica_ids()) == NUM_REPLICAS, "all replicas are ready", timeout_s=90)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
+    """Fails the test when the condition does not come true in time."""
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, f"waited {timeout_s} s until {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    folder = tmp_path_factory.mktemp("cluster")
+    checkpoint = make_tiny_checkpoint(folder / "checkpoint")
+    engine = EngineConfig(
+        model_path=checkpoint, max_context=512, kv_tokens=4096, max_lanes=8, batch_tokens=64, cache_dir=folder / "cache"
+    )
+    config = ClusterConfig(
+        models=(ServedModel(name=MODEL, engine=engine, num_replicas=NUM_REPLICAS),),
+        gateway=GatewayConfig(http_port=0, grpc_port=0, drain_timeout_s=5, max_outstanding=128),
+        log_level="info",
+    )
+    with warnings.catch_warnings():
+        # Ray warns when it is imported, and its threads leave files and sockets to the garbage collector.
+        warnings.simplefilter("ignore")
+        from espalier.cluster.app import start_cluster
+
+        running = start_cluster(config, ready_timeout_s=120)
+        yield LiveCluster(running, checkpoint)
+        running.stop(1.0)
+
+
+def _title(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield int(child)
+                yield from _descendants(int(child))

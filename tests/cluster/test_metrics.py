@@ -1,0 +1,229 @@
+"""The exposition: right numbers, bounded labels, no series of replicas that are gone or silent, and text that Prometheus' own tools accept."""
+
+import shutil
+import subprocess
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
+
+from espalier.cluster.config import GatewayConfig
+from espalier.cluster.ingress.grpc_servicer import InferenceServicer
+from espalier.cluster.ingress.http import build_http_app
+from espalier.cluster.metrics import GRPC_METHODS, HTTP_ROUTES, ClusterMetrics, EngineSnapshot
+from espalier.replicas.request import FinishReason
+from espalier.replicas.stats import EngineStats
+from tests.support.fakes import FakeGateway, fake_model
+
+# vLLM's families, which dashboards made for it look for.
+VLLM_FAMILIES = {
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "request_queue_time_seconds": "histogram",
+    "request_prefill_time_seconds": "histogram",
+    "request_decode_time_seconds": "histogram",
+    "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+    "prompt_tokens": "counter",
+    "generation_tokens": "counter",
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "kv_cache_usage_perc": "gauge",
+    "prefix_cache_queries": "counter",
+    "prefix_cache_hits": "counter",
+    "request_success": "counter",
+    "num_preemptions": "counter",
+}
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def busy_stats() -> EngineStats:
+    stats = EngineStats(running=3, waiting=2, kv_usage=0.25, prompt_tokens=700, generation_tokens=90, steps=40)
+    stats.prefix_queries, stats.prefix_hits = 700, 256
+    stats.prefill_rows, stats.decode_rows, stats.preemptions = 444, 86, 1
+    stats.finished[FinishReason.STOP] = 5
+    for seconds in (0.0005, 0.3, 0.3, 9999.0):
+        stats.ttft_s.observe(seconds)
+    return stats
+
+
+def used_metrics() -> ClusterMetrics:
+    metrics = ClusterMetrics(version="1.2.3")
+    metrics.http_request("/v1/chat/completions", 200)
+    metrics.http_request("/v1/chat/completions", 200)
+    metrics.http_request("/wp-login.php", 404)
+    metrics.grpc_request("Generate", "OK")
+    metrics.grpc_request("Explode", "UNIMPLEMENTED")
+    metrics.client_disconnect("http")
+    metrics.request_started("fake-model")
+    metrics.request_started("fake-model")
+    metrics.request_ended("fake-model")
+    metrics.refused("fake-model", "queue_full")
+    metrics.routed("fake-model", "prefix")
+    metrics.replay("fake-model")
+    metrics.replica_lost("fake-model")
+    return metrics
+
+
+def engine(replica: str, stats: EngineStats | None = None, outstanding: int | None = None) -> EngineSnapshot:
+    return EngineSnapshot(model="fake-model", replica=replica, stats=stats, outstanding_tokens=outstanding)
+
+
+def samples(text: bytes) -> Samples:
+    """Every sample by name and sorted labels; fails on a duplicate."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found, key
+            found[key] = sample.value
+    return found
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    return found[name, tuple(sorted(labels.items()))]
+
+
+def test_gateway_counts() -> None:
+    found = samples(used_metrics().render([fake_model()], []))
+    requests = "espalier_gateway_requests_total"
+    assert value(found, requests, transport="http", route="/v1/chat/completions", code="200") == 2
+    assert value(found, requests, transport="http", route="other", code="404") == 1
+    assert value(found, requests, transport="grpc", route="Generate", code="OK") == 1
+    assert value(found, requests, transport="grpc", route="other", code="UNIMPLEMENTED") == 1
+    assert value(found, "espalier_gateway_client_disconnects_total", transport="http") == 1
+    assert value(found, "espalier_gateway_requests_in_flight", model="fake-model") == 1
+    assert value(found, "espalier_gateway_refusals_total", model="fake-model", reason="queue_full") == 1
+    assert value(found, "espalier_gateway_replays_total", model="fake-model") == 1
+    assert value(found, "espalier_gateway_replica_losses_total", model="fake-model") == 1
+    assert value(found, "espalier_router_decisions_total", model="fake-model", kind="prefix") == 1
+    assert value(found, "espalier_model_ready_replicas", model="fake-model") == 2
+    assert value(found, "espalier_build_info", version="1.2.3") == 1
+
+
+def test_free_text_makes_no_series() -> None:
+    metrics = ClusterMetrics(version="1")
+    for number in range(50):
+        metrics.http_request(f"/{number}", 404)
+        metrics.grpc_request(f"Method{number}", "UNIMPLEMENTED")
+    routes = {
+        dict(labels)["route"]
+        for name, labels in samples(metrics.render([], []))
+        if name == "espalier_gateway_requests_total"
+    }
+    assert routes == {"other"}
+
+
+def test_known_routes_keep_their_names() -> None:
+    metrics = ClusterMetrics(version="1")
+    for route in HTTP_ROUTES:
+        metrics.http_request(route, 200)
+    for method in GRPC_METHODS:
+        metrics.grpc_request(method, "OK")
+    found = samples(metrics.render([], []))
+    routes = {dict(labels)["route"] for name, labels in found if name == "espalier_gateway_requests_total"}
+    assert routes == HTTP_ROUTES | GRPC_METHODS
+
+
+def test_what_is_served_is_known() -> None:
+    """A route or method that is added to a front but not here would be counted as `other`."""
+    served = {route.path for route in build_http_app(FakeGateway(), GatewayConfig()).routes if isinstance(route, Route)}
+    assert {path.replace(":path}", "}") for path in served} == HTTP_ROUTES
+    assert InferenceServicer(FakeGateway()).handlers().keys() == GRPC_METHODS
+
+
+def test_the_gateways_process_is_there() -> None:
+    found = samples(ClusterMetrics(version="1").render([], []))
+    assert value(found, "process_cpu_seconds_total") > 0
+    assert value(found, "process_resident_memory_bytes") > 0
+
+
+def test_engine_figures_are_the_snapshot() -> None:
+    found = samples(ClusterMetrics(version="1").render([], [engine("r1", busy_stats(), outstanding=321)]))
+    labels = {"model": "fake-model", "replica": "r1"}
+    assert value(found, "espalier_num_requests_running", **labels) == 3
+    assert value(found, "espalier_num_requests_waiting", **labels) == 2
+    assert value(found, "espalier_kv_cache_usage_perc", **labels) == 0.25
+    assert value(found, "espalier_prompt_tokens_total", **labels) == 700
+    assert value(found, "espalier_generation_tokens_total", **labels) == 90
+    assert value(found, "espalier_prefix_cache_queries_total", **labels) == 700
+    assert value(found, "espalier_prefix_cache_hits_total", **labels) == 256
+    assert value(found, "espalier_num_preemptions_total", **labels) == 1
+    assert value(found, "espalier_rounds_total", **labels) == 40
+    assert value(found, "espalier_prefill_rows_total", **labels) == 444
+    assert value(found, "espalier_decode_rows_total", **labels) == 86
+    assert value(found, "espalier_request_success_total", finished_reason="stop", **labels) == 5
+    assert value(found, "espalier_router_outstanding_tokens", **labels) == 321
+
+
+def test_histograms_are_cumulative() -> None:
+    stats = busy_stats()
+    found = samples(ClusterMetrics(version="1").render([], [engine("r1", stats)]))
+    name = "espalier_time_to_first_token_seconds"
+    labels = {"model": "fake-model", "replica": "r1"}
+    buckets = [value(found, f"{name}_bucket", le=str(edge), **labels) for edge in stats.ttft_s.edges]
+    assert buckets == sorted(buckets)
+    assert buckets[0] == 1
+    assert value(found, f"{name}_bucket", le="0.25", **labels) == 1
+    assert value(found, f"{name}_bucket", le="0.5", **labels) == 3
+    assert value(found, f"{name}_bucket", le="2560.0", **labels) == 3
+    assert value(found, f"{name}_bucket", le="+Inf", **labels) == 4
+    assert value(found, f"{name}_count", **labels) == 4
+    assert value(found, f"{name}_sum", **labels) == pytest.approx(9999.6005)
+
+
+def test_a_replica_that_is_gone_leaves_no_series() -> None:
+    metrics = used_metrics()
+    before = metrics.render([fake_model()], [engine("r1", busy_stats(), 5), engine("r2", busy_stats(), 6)])
+    after = metrics.render([fake_model()], [engine("r2", busy_stats(), 6), engine("r3", busy_stats(), 0)])
+    assert b'replica="r1"' in before
+    assert b'replica="r1"' not in after
+    assert b'replica="r3"' in after
+
+
+def test_what_cannot_be_told_is_absent() -> None:
+    found = samples(ClusterMetrics(version="1").render([], [engine("silent"), engine("routed", outstanding=7)]))
+    assert [(name, dict(labels)["replica"]) for name, labels in found if "replica" in dict(labels)] == [
+        ("espalier_router_outstanding_tokens", "routed")
+    ]
+
+
+def test_families_have_vllm_names_and_types() -> None:
+    text = ClusterMetrics(version="1").render([], [engine("r1", busy_stats())]).decode()
+    types = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert {name: types[f"espalier_{name}"] for name in VLLM_FAMILIES} == VLLM_FAMILIES
+
+
+def test_every_family_has_help_and_prefix() -> None:
+    text = used_metrics().render([fake_model()], [engine("r1", busy_stats(), 1)]).decode()
+    families = list(text_string_to_metric_families(text))
+    for family in families:
+        assert family.name.startswith(("espalier_", "process_")), family.name
+        assert family.documentation.endswith("."), family.name
+        assert family.type != "unknown", family.name
+        assert family.samples, family.name
+    assert len({family.name for family in families}) == len(families)
+    assert "_created" not in text
+
+
+def test_every_count_of_an_engine_is_shown() -> None:
+    """A figure added to EngineStats without a family here would be lost silently: each field changes the text."""
+    idle = ClusterMetrics(version="1").render([], [engine("r1", EngineStats())])
+    for name in EngineStats.__slots__:
+        stats = EngineStats()
+        if name == "finished":
+            stats.finished[FinishReason.LENGTH] = 1
+        elif hasattr(getattr(stats, name), "observe"):
+            getattr(stats, name).observe(1.0)
+        else:
+            setattr(stats, name, 1)
+        assert ClusterMetrics(version="1").render([], [engine("r1", stats)]) != idle, name
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian package prometheus)")
+def test_promtool_finds_nothing() -> None:
+    text = used_metrics().render([fake_model()], [engine("r1", busy_stats(), 1), engine("r2")])
+    check = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (check.returncode, check.stdout + check.stderr) == (0, b"")
