@@ -91,8 +91,10 @@ class RunningCluster:
         for model in self._config.models:
             entry = report["models"][model.name]
             failure = entry.get("failure")
-            if failure is not None and not allow_unready:
-                raise CheckpointError(f"{model.name}: {failure}")
+            if failure is not None:
+                kind = CheckpointError if entry["failure_code"] == CheckpointError.code else EngineError
+                if not allow_unready or kind is EngineError:
+                    raise kind(f"{model.name}: {failure}")
             num_ready = sum(state == "ready" for state in entry["replicas"].values())
             settled = settled and (failure is not None or num_ready >= model.num_replicas)
         return settled

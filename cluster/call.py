@@ -6,12 +6,16 @@ from typing import Any, Protocol
 
 from espalier.replicas.request import SamplingParams, TokenEvent
 
+# The client of a call that no key was needed for.
+ANONYMOUS = "-"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
     """One accepted call. `n` choices; choice 0 uses params.seed, choice i > 0 a seed hashed from it and i.
 
     prompt_token_ids: already tokenized, chat template applied. deadline: seconds since the epoch. session: sticky key, if the client gave one.
+    client: label of the key that it came with, for the log.
     """
 
     call_id: str
@@ -22,6 +26,7 @@ class GenerateCall:
     priority: int = 0
     deadline: float | None = None
     session: str | None = None
+    client: str = ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from espalier.cluster.call import ModelInfo, ModelText
 from espalier.cluster.fleet import Fleet
-from espalier.replicas.errors import DrainingError, ModelNotFoundError
+from espalier.replicas.errors import DrainingError, EngineError, ModelNotFoundError
 
 NO_REPLICA_RETRY_S = 5.0
 
@@ -18,7 +18,7 @@ class ServedText:
     """
 
     text: ModelText | None
-    failure: str | None
+    failure: EngineError | None
     defaults: dict[str, float | int]
     created: int
 
@@ -53,13 +53,14 @@ class Catalog:
     def no_replica(self, model: str) -> DrainingError:
         """The refusal of a call that no replica can take now, with what is the matter."""
         failure = self._models[model].failure
-        reasons = {failure} if failure else {self._fleet.problem(replica) for replica in self._fleet.of(model)}
+        reasons = {failure.message} if failure else {self._fleet.problem(replica) for replica in self._fleet.of(model)}
         told = "; ".join(sorted(reason for reason in reasons if reason))
         message = f"no replica of {model!r} is ready" + (f": {told}" if told else "")
         return DrainingError(message, retry_after_s=NO_REPLICA_RETRY_S)
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """Whether every model has a ready replica; per model what is the matter with its replicas, and `failure` if waiting will not help."""
+        """Whether every model has a ready replica; per model what is the matter with its replicas, and `failure` if waiting will not
+        help, with the code of its kind."""
         report: dict[str, Any] = {}
         for model, served in self._models.items():
             problems = {replica.replica_id: self._fleet.problem(replica) for replica in self._fleet.of(model)}
@@ -69,7 +70,7 @@ class Catalog:
             }
             failure = served.failure or next((r.failure for r in self._fleet.of(model) if r.failure), None)
             if failure is not None and not report[model]["ready"]:
-                report[model]["failure"] = failure
+                report[model] |= {"failure": failure.message, "failure_code": failure.code}
         return all(entry["ready"] for entry in report.values()), report
 
     def _info(self, model: str) -> ModelInfo:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from espalier.cluster.link import ReplicaLink
 from espalier.cluster.messages import ReplicaDescription, ReplicaReport
-from espalier.replicas.errors import ReplicaLostError
+from espalier.replicas.errors import EngineError, ReplicaLostError
 from espalier.replicas.report import Load
 from espalier.replicas.request import Request, TokenEvent
 from espalier.replicas.shard_info import ShardInfo
@@ -54,7 +54,7 @@ class AttachedReplica:
         return self.description.info
 
     @property
-    def failure(self) -> str | None:
+    def failure(self) -> EngineError | None:
         """Why it may never serve, as it told itself; None when it may, or has not told yet."""
         return self.description.failure if self.description is not None else None
 
@@ -66,7 +66,7 @@ class AttachedReplica:
     def problem(self, now: float, progress_timeout_s: float) -> str | None:
         """Why it may not be given requests now, or None."""
         if self.load is None:
-            return self.failure or "it has not reported yet"
+            return "it has not reported yet" if self.failure is None else self.failure.message
         if self.leaving or self.load.draining:
             return "it is being stopped"
         if now - self.progress_at > progress_timeout_s:

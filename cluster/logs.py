@@ -17,7 +17,8 @@ log = logging.getLogger(__name__)
 
 
 def _extra(record: logging.LogRecord) -> dict[str, object]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    # Ray marks every record with a private field.
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
 
 
 class JsonFormatter(logging.Formatter):
@@ -92,6 +93,7 @@ def log_request(live: LiveCall, now: float) -> None:
         extra={
             "call_id": call.call_id,
             "model": call.model,
+            "client": call.client,
             "outcome": outcome,
             "choices": call.n,
             "finish_reasons": ",".join(finish.reason.value for finish in finishes),

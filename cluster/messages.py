@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from espalier.replicas.errors import EngineError
 from espalier.replicas.report import Load
 from espalier.replicas.request import TokenEvent
 from espalier.replicas.shard_info import ShardInfo
@@ -17,7 +18,7 @@ class ReplicaDescription:
     """
 
     info: ShardInfo | None
-    failure: str | None
+    failure: EngineError | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ Knows neither Ray nor the wires.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from espalier.cluster.call import ModelInfo
+from espalier.cluster.router import RouteKind
 from espalier.replicas.stats import EngineStats, Histogram
 
 HTTP_ROUTES = frozenset(
@@ -33,8 +33,6 @@ HTTP_ROUTES = frozenset(
 GRPC_METHODS = frozenset({"Generate", "Tokenize", "Detokenize", "ListModels"})
 OTHER = "other"
 ENGINE_LABELS = ("model", "replica")
-
-RouteKind = Literal["prefix", "session", "load"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,10 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -73,6 +75,8 @@ class RayRuntime:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         # Unix sockets live below it, and their paths may not be long.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="espalier-", dir="/tmp"))
+        # Ray's handler ends the process with a core dump; whoever started us has a better one.
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             num_cpus=options.num_cpus or max(os.cpu_count() or 1, math.ceil(cpus_asked)),
             include_dashboard=False,
@@ -81,6 +85,8 @@ class RayRuntime:
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(self.temp_dir),
         )
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
 
     def stop(self, applications: Iterable[str]) -> None:
         """Stop these applications of a Ray that was joined, or all of Ray when it was started here."""

@@ -68,7 +68,7 @@ class EngineReplica:
             self._engine, info = load_engine(model)
         except EngineError as error:
             log.error("the model may not serve", extra={"model": model.name, "reason": error.message})
-            self._description = ReplicaDescription(info=None, failure=error.message)
+            self._description = ReplicaDescription(info=None, failure=error)
         else:
             self._description = ReplicaDescription(info=info, failure=None)
             self._engine.start(self._on_round)
@@ -129,7 +129,8 @@ class EngineReplica:
 
     def _require_engine(self) -> ReplicaEngine:
         if self._engine is None:
-            raise DrainingError(self._description.failure or "")
+            failure = self._description.failure
+            raise DrainingError("" if failure is None else failure.message)
         return self._engine
 
     def _abort_all(self, request_ids: Iterable[str]) -> None:

@@ -22,7 +22,7 @@ def load_text(model: ServedModel) -> ServedText:
             text=Tokenizer.from_folder(folder), failure=None, defaults=recommended_sampling(folder), created=created
         )
     except EngineError as error:
-        return ServedText(text=None, failure=error.message, defaults={}, created=created)
+        return ServedText(text=None, failure=error, defaults={}, created=created)
 
 
 def recommended_sampling(folder: Path) -> dict[str, float | int]:

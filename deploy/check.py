@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from espalier.cluster.config import ClusterConfig, ServedModel
+from espalier.cluster.ingress.auth import KeyFileError, check_key_file
 from espalier.deploy.config import advice, blamed_on, compose, resolve
 from espalier.deploy.locate import locate_model
 from espalier.replicas.errors import InvalidRequestError
@@ -20,6 +21,11 @@ def checked_config(flags: Mapping[str, str], config_file: str | None) -> tuple[C
     """
     settings = resolve(flags, os.environ, config_file=config_file)
     config = compose(settings, locate_model)
+    if (key_file := config.gateway.api_key_file) is not None:
+        try:
+            check_key_file(key_file)
+        except (OSError, KeyFileError) as error:
+            raise InvalidRequestError(f"api_key_file: {key_file}: {error}", param="api_key_file") from error
     for model, layer in zip(config.models, settings.models, strict=True):
         with blamed_on(layer):
             check_model(model)

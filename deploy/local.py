@@ -6,10 +6,11 @@ import shlex
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from types import FrameType
 
 from espalier import __version__
-from espalier.cluster.app import start_cluster
+from espalier.cluster.app import RunningCluster, start_cluster
 from espalier.cluster.config import ClusterConfig
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -63,27 +64,39 @@ def serve(config: ClusterConfig) -> int:
     stop = StopSignal()
     began = time.monotonic()
     try:
-        cluster = start_cluster(config)
+        # Weights that are not what they were leave the cluster up, not ready, so that a probe can tell why.
+        cluster = start_cluster(config, allow_unready=True)
         stop.started()
     except (KeyboardInterrupt, SystemExit):
         # SystemExit is how Ray's own handler, which replaces ours while Ray starts, answers SIGTERM.
         print("stopped before it was ready", flush=True)
         return 0
-    print(greeting(config, cluster.http_url, cluster.grpc_address, time.monotonic() - began), flush=True)
+    seconds = time.monotonic() - began
+    print(greeting(config, cluster.http_url, cluster.grpc_address, seconds, not_ready(cluster)), flush=True)
     stop.wait()
     print(f"stopping: running requests have {config.gateway.drain_timeout_s:g} s to finish", flush=True)
     cluster.stop(config.gateway.drain_timeout_s)
     return 0
 
 
-def greeting(config: ClusterConfig, http_url: str, grpc_address: str, seconds: float) -> str:
-    """Where the cluster listens and one line to try it with."""
+def not_ready(cluster: RunningCluster) -> dict[str, str]:
+    """Models that may not serve, and why."""
+    _, report = cluster.ready()
+    return {name: entry["failure"] for name, entry in report["models"].items() if "failure" in entry}
+
+
+def greeting(
+    config: ClusterConfig, http_url: str, grpc_address: str, seconds: float, reasons: Mapping[str, str]
+) -> str:
+    """Where the cluster listens and one line to try it with. reasons: of models that may not serve, why."""
     models = ", ".join(f"{model.name} x {model.num_replicas}" for model in config.models)
     body = json.dumps({"model": config.models[0].name, "messages": [{"role": "user", "content": QUESTION}]})
     key = " -H 'Authorization: Bearer KEY'" if config.gateway.api_key_file else ""
-    return (
-        f"espalier {__version__} is ready after {seconds:.1f} s: {models}\n"
-        f"  HTTP {http_url}\n"
-        f"  gRPC {grpc_address}\n"
-        f"  try: curl {http_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
-    )
+    lines = [
+        f"espalier {__version__} is {'up, but not ready,' if reasons else 'ready'} after {seconds:.1f} s: {models}",
+        *(f"  NOT READY {name}: {reason}" for name, reason in reasons.items()),
+        f"  HTTP {http_url}",
+        f"  gRPC {grpc_address}",
+        f"  try: curl {http_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+    ]
+    return "\n".join(lines)

@@ -62,6 +62,6 @@ def make_batch(lanes: Sequence[LaneRows], *, block_size: int, num_kv_heads: int,
         positions=torch.tensor(positions + [0] * padding),
         slots=torch.cat(slots),
         attention=plan_attention(spans, num_kv_heads=num_kv_heads, block_size=block_size, zero_block=zero_block),
-        sampled_rows=torch.tensor(sampled + sampled[:1] * (-len(sampled) % ROW_BLOCK)),
+        sampled_rows=torch.tensor(sampled + sampled[:1] * (-len(sampled) % ROW_BLOCK), dtype=torch.int64),
         num_sampled=len(sampled),
     )

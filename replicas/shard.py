@@ -6,6 +6,7 @@ lane, which is exact, since a row's bits do not depend on its company.
 
 import logging
 import os
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -71,8 +72,8 @@ class Shard:
         identity = fingerprint(checkpoint)
         check_record(checkpoint, identity, cache_dir)
         num_blocks, max_context = plan_memory(config, checkpoint.config, machine_memory_bytes())
-        self._decoder = load_decoder(checkpoint, identity, cache_dir, max_context)
-        arithmetic = check_row_invariance(self._decoder)
+        self._decoder, decoded_crc = load_decoder(checkpoint, identity, cache_dir, max_context)
+        arithmetic = zlib.crc32(check_row_invariance(self._decoder).encode(), decoded_crc)
         self._cache = KVCache(checkpoint.config, num_blocks, config.block_size, config.kv_dtype)
         self._sequences: dict[int, _Sequence] = {}
         self._recent: OrderedDict[int, _Ran] = OrderedDict()
@@ -83,7 +84,7 @@ class Shard:
             vocab_size=checkpoint.config.vocab_size,
             eos_token_ids=checkpoint.config.eos_token_ids,
             weights_id=identity.weights_id,
-            numerics_id=f"cpu{ARITHMETIC_VERSION}-{config.kv_dtype}-{arithmetic}",
+            numerics_id=f"cpu{ARITHMETIC_VERSION}-{config.kv_dtype}-{arithmetic:08x}",
             quantization=_quantization(checkpoint),
         )
 

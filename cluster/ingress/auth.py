@@ -11,11 +11,11 @@ import re
 import stat
 from pathlib import Path
 
+from espalier.cluster.call import ANONYMOUS
 from espalier.cluster.ingress.errors import UnauthenticatedError
 
 log = logging.getLogger(__name__)
 _LINE = re.compile(r"(?P<label>[A-Za-z0-9._@-]{1,64})\s*:\s*(?P<key>[!-~]+)")
-ANONYMOUS = "-"
 
 # What of a file's status tells that it was written, replaced or given another mode: mtime, ctime, size, inode, mode.
 _Signature = tuple[int, int, int, int, int]
@@ -87,10 +87,8 @@ class ApiKeys:
             status = path.stat()
             if _signature(status) == self._signature:
                 return
-            if not stat.S_ISREG(status.st_mode):
-                raise KeyFileError("it is not a regular file")
             labels, self._signature = _read(path)
-        except (OSError, KeyFileError, UnicodeDecodeError) as error:
+        except (OSError, KeyFileError) as error:
             self._labels, self._signature = {}, None
             self._complain(f"API key file {path} lets nobody in: {error}")
             return
@@ -104,13 +102,24 @@ class ApiKeys:
         self._complaint = complaint
 
 
+def check_key_file(path: Path) -> None:
+    """Raises OSError or KeyFileError when the file would let nobody in."""
+    _read(path)
+
+
 def _read(path: Path) -> tuple[dict[bytes, str], _Signature]:
     """Keys and signature of one and the same open file, so that a swap between the two cannot go unseen."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        # Before it is opened: opening a pipe would wait for its writer.
+        raise KeyFileError("it is not a regular file")
     with path.open(encoding="ascii") as file:
         status = os.fstat(file.fileno())
         if status.st_mode & 0o077:
             raise KeyFileError(f"its mode is {stat.S_IMODE(status.st_mode):04o}; it must be 0600")
-        return parse_keys(file.read()), _signature(status)
+        try:
+            return parse_keys(file.read()), _signature(status)
+        except UnicodeDecodeError as error:
+            raise KeyFileError("it holds something else than ASCII text") from error
 
 
 def _signature(status: os.stat_result) -> _Signature:

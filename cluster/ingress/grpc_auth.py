@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from espalier.cluster.call import GatewayMetrics
+from espalier.cluster.call import ANONYMOUS, GatewayMetrics
 from espalier.cluster.ingress.auth import ApiKeys, presented_key
 from espalier.cluster.ingress.errors import UnauthenticatedError
 from espalier.cluster.ingress.grpc_status import abort
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
+# Label of the key that the call at hand came with; a call and its interceptors run in one task.
+CLIENT: ContextVar[str] = ContextVar("client", default=ANONYMOUS)
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -34,7 +37,8 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
             # Values are bytes only under names that end in `-bin`.
             metadata = {str(name): str(value) for name, value in handler_call_details.invocation_metadata}
             try:
-                self._keys.authenticate(presented_key(metadata.get("authorization"), metadata.get("x-api-key")))
+                key = presented_key(metadata.get("authorization"), metadata.get("x-api-key"))
+                CLIENT.set(self._keys.authenticate(key))
             except UnauthenticatedError as error:
                 self._metrics.grpc_request(path.rpartition("/")[2], grpc.StatusCode.UNAUTHENTICATED.name)
                 return _refusal(error)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -16,6 +17,7 @@ from google.protobuf.message import Message
 from espalier.cluster.call import GenerateGateway
 from espalier.cluster.ingress import grpc_wire
 from espalier.cluster.ingress.errors import grpc_status, wire_error
+from espalier.cluster.ingress.grpc_auth import CLIENT
 from espalier.cluster.ingress.grpc_status import abort
 from espalier.cluster.ingress.openai_reply import raise_failure
 from espalier.cluster.ingress.pb import inference_pb2 as pb
@@ -88,6 +90,7 @@ class InferenceServicer:
             call_id=f"gen-{uuid.uuid4().hex}",
             deadline=deadline_after(context.time_remaining()),
         )
+        call = replace(call, client=CLIENT.get())
         async with contextlib.aclosing(self._gateway.generate(call)) as choices:
             async for choice in choices:
                 message = grpc_wire.response(call, choice, text, token_ids=request.output.return_token_ids)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -152,7 +153,8 @@ class _Api:
     ) -> ASGIApp:
         """The reply to `calls`. A stream commits to status 200 with its first event, or after keepalive_s without one."""
         record = record_of(request)
-        record.model = info.name
+        record.called = True
+        calls = [replace(call, client=record.client) for call in calls]
         reply = Reply(
             reply_id=call_id,
             created=int(time.time()),
@@ -162,7 +164,6 @@ class _Api:
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
             return_token_ids=body.return_token_ids is True,
         )
-        record.finish = reply.finish_reasons
         events = merged_events(self._gateway, calls)
         if not body.stream:
             try:

@@ -107,10 +107,6 @@ class Reply:
         if self.include_usage:
             yield {**self._head(self.shape.chunk_name), "choices": [], "usage": self._usage()}
 
-    def finish_reasons(self) -> str:
-        """How the choices ended, for the log: `stop,length`."""
-        return ",".join("-" if choice.finish is None else choice.finish.reason for choice in self._choices)
-
     def _event_chunk(self, item: ChoiceEvent, *, first: bool) -> dict[str, Any]:
         choice, event = self._choices[item.index], item.event
         body: dict[str, Any] = {**self.shape.delta(event.text), "logprobs": None, "finish_reason": None}

@@ -68,4 +68,5 @@ def _decode_chunk(tensors: Exl3Tensors, rows: slice, columns: slice, dtype: torc
     tiles = tensors.trellis[rows.start // TILE : rows.stop // TILE, columns.start // TILE : columns.stop // TILE]
     states = unpack_states_by_position(tiles)
     table = codebook.values(tensors.codebook).to(dtype)
-    return positions_to_matrix(table[states], (rows.stop - rows.start) // TILE)
+    values = table.index_select(0, states.view(-1)).view(states.shape)
+    return positions_to_matrix(values, (rows.stop - rows.start) // TILE)

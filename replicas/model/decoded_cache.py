@@ -11,6 +11,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,15 @@ _VERSION = 1
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def open_decoded(
-    folder: Path, stem: str, key: str, shapes: Shapes, fill: Callable[[str, Tensor], None]
-) -> dict[str, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """arrays: by name, mapped from the file. crc32: of the file's content, the same wherever the same numbers were decoded."""
+
+    arrays: dict[str, Tensor]
+    crc32: int
+
+
+def open_decoded(folder: Path, stem: str, key: str, shapes: Shapes, fill: Callable[[str, Tensor], None]) -> Decoded:
     """Arrays of these shapes, mapped from `folder`/`stem`-`key`.f32; `fill` writes them when there is no sound file.
 
     fill(name, out): must write all of `out`, fp32 of the named shape. key: names the content; files of the same stem with other keys are
@@ -40,12 +47,13 @@ def open_decoded(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{stem}.lock"):
-            if not _is_sound(file, shapes):
-                _write(file, shapes, fill)
+            crc = _sound_crc(file, shapes)
+            if crc is None:
+                crc = _write(file, shapes, fill)
                 for other in folder.glob(f"{stem}-*.f32"):
                     if other != file:
                         other.unlink(missing_ok=True)
-            return _map(file, shapes)
+            return Decoded(_map(file, shapes), crc)
     except OSError as e:
         raise CheckpointError(f"{file}: decoded weights cannot be kept: {e.strerror}", param="cache_dir") from e
 
@@ -71,25 +79,30 @@ def _header(shapes: Shapes, crc: int) -> bytes:
     return json.dumps({"version": _VERSION, "layout": layout, "crc32": crc}).encode().ljust(_HEADER_BYTES)
 
 
-def _is_sound(file: Path, shapes: Shapes) -> bool:
+def _sound_crc(file: Path, shapes: Shapes) -> int | None:
+    """The content's crc32 if the file is what its header says, for these shapes; None if there is no such file."""
     if not file.exists() or file.stat().st_size != _offsets(shapes)[1]:
-        return False
+        return None
     content = np.memmap(file, dtype=np.uint8, mode="r")
-    return bytes(content[:_HEADER_BYTES]) == _header(shapes, zlib.crc32(content.data[_HEADER_BYTES:]))
+    crc = zlib.crc32(content.data[_HEADER_BYTES:])
+    return crc if bytes(content[:_HEADER_BYTES]) == _header(shapes, crc) else None
 
 
-def _write(file: Path, shapes: Shapes, fill: Callable[[str, Tensor], None]) -> None:
+def _write(file: Path, shapes: Shapes, fill: Callable[[str, Tensor], None]) -> int:
     offsets, size = _offsets(shapes)
     unfinished = file.with_suffix(f".{os.getpid()}.unfinished")
     try:
-        content = np.memmap(unfinished, dtype=np.uint8, mode="w+", shape=(size,))
+        with unfinished.open("wb") as stream:
+            # A full disk is an error here; later, on a mapped page, it would be a signal.
+            os.posix_fallocate(stream.fileno(), 0, size)
+        content = np.memmap(unfinished, dtype=np.uint8, mode="r+")
         for name, tensor in _views(content, shapes, offsets).items():
             fill(name, tensor)
-        content[:_HEADER_BYTES] = np.frombuffer(
-            _header(shapes, zlib.crc32(content.data[_HEADER_BYTES:])), dtype=np.uint8
-        )
+        crc = zlib.crc32(content.data[_HEADER_BYTES:])
+        content[:_HEADER_BYTES] = np.frombuffer(_header(shapes, crc), dtype=np.uint8)
         content.flush()
         os.replace(unfinished, file)
+        return crc
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -17,7 +17,9 @@ from espalier.kernels.linear.blocked import COLUMN_BLOCK, ROW_BLOCK, batched_pro
 from espalier.replicas.errors import EngineError
 from espalier.replicas.model.decoder import Decoder
 
+# Enough column and row blocks to meet every way in which a library shares out a batch among a few threads.
 _MAX_BLOCKS = 16
+_ROW_BLOCKS = 17
 
 
 def check_row_invariance(decoder: Decoder) -> str:
@@ -48,7 +50,7 @@ def rough(*shape: int, seed: int) -> Tensor:
 def _check_linear(in_features: int, blocks: int) -> bytes:
     name = f"a linear of {in_features} inputs"
     weight = rough(blocks, in_features, COLUMN_BLOCK, seed=1)
-    x = rough(3 * ROW_BLOCK, in_features, seed=2)
+    x = rough(_ROW_BLOCKS * ROW_BLOCK, in_features, seed=2)
     whole = blocked_linear(x, weight)
     block = whole[:ROW_BLOCK]
     _require(torch.equal(_one_by_one(x[:ROW_BLOCK], weight), block), name, "the batch or the number of threads")
@@ -56,6 +58,7 @@ def _check_linear(in_features: int, blocks: int) -> bytes:
     for shift in range(1, ROW_BLOCK):
         rolled = blocked_linear(x[:ROW_BLOCK].roll(shift, 0), weight)
         _require(torch.equal(rolled, block.roll(shift, 0)), name, "the row's place")
+    _require(torch.equal(blocked_linear(x.flip(0), weight), whole.flip(0)), name, "the order of rows")
     alone = torch.zeros(ROW_BLOCK, in_features)
     alone[3] = x[3]
     _require(torch.equal(blocked_linear(alone, weight)[3], block[3]), name, "the other rows")
@@ -66,7 +69,7 @@ def _check_linear(in_features: int, blocks: int) -> bytes:
         else []
     )
     _require(not parts or torch.equal(torch.cat(parts, 1), block), name, "the other columns")
-    return _bytes(whole)
+    return _bytes(block)
 
 
 def _one_by_one(x: Tensor, weight: Tensor) -> Tensor:

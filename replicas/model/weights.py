@@ -19,8 +19,13 @@ from espalier.replicas.model.headers import DTYPES
 from espalier.replicas.model.linear import Embedding, PackedLinear
 
 
-def load_decoder(checkpoint: Checkpoint, identity: Fingerprint, cache_dir: Path, max_context: int) -> Decoder:
-    """Decode, or map what was decoded before, and put the network together for positions 0 .. max_context - 1."""
+def load_decoder(
+    checkpoint: Checkpoint, identity: Fingerprint, cache_dir: Path, max_context: int
+) -> tuple[Decoder, int]:
+    """Decode, or map what was decoded before, and put the network together for positions 0 .. max_context - 1.
+
+    -> the network, and the crc32 of its decoded weights.
+    """
     spec, config = checkpoint.spec, checkpoint.config
     groups: dict[str, tuple[LinearSpec, ...]] = {}
     for layer in spec.layers:
@@ -36,10 +41,10 @@ def load_decoder(checkpoint: Checkpoint, identity: Fingerprint, cache_dir: Path,
             block += blocks
 
     shapes = {name: _packed_shape(group) for name, group in groups.items()}
-    packed = open_decoded(cache_dir / "decoded", identity.folder_id, identity.weights_id, shapes, fill)
+    decoded = open_decoded(cache_dir / "decoded", identity.folder_id, identity.weights_id, shapes, fill)
 
     def linear(*group: LinearSpec) -> PackedLinear:
-        weight = packed[group[0].key]
+        weight = decoded.arrays[group[0].key]
         return PackedLinear(weight, _packed_bias(checkpoint, group), tuple(spec.out_features for spec in group))
 
     layers = tuple(
@@ -56,7 +61,7 @@ def load_decoder(checkpoint: Checkpoint, identity: Fingerprint, cache_dir: Path,
         for layer in spec.layers
     )
     cos, sin = rope_table(inverse_frequencies(config.rope, config.head_dim), max_context, config.rope.cos_sin_scale)
-    return Decoder(
+    decoder = Decoder(
         config=config,
         embedding=_embedding(checkpoint),
         layers=layers,
@@ -65,6 +70,7 @@ def load_decoder(checkpoint: Checkpoint, identity: Fingerprint, cache_dir: Path,
         cos=cos,
         sin=sin,
     )
+    return decoder, decoded.crc32
 
 
 def _packed_shape(group: Sequence[LinearSpec]) -> tuple[int, int, int]:

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 MODEL = "tiny"
 NUM_REPLICAS = 2
+# So old may the engines' figures at the gateway be.
+STALE_S = 2.5
+IDLE_AT_ZERO = (
+    "espalier_num_requests_running",
+    "espalier_num_requests_waiting",
+    "espalier_kv_cache_usage_perc",
+    "espalier_gateway_requests_in_flight",
+)
 
 
 @dataclass(frozen=True)
@@ -61,14 +69,16 @@ class LiveCluster:
         ]
 
     def wait_until_idle(self) -> None:
-        """Wait until no replica holds a request or a block of one, and the gateway no call. The figures are at most a second old."""
-        for name in (
-            "espalier_num_requests_running",
-            "espalier_num_requests_waiting",
-            "espalier_kv_cache_usage_perc",
-            "espalier_gateway_requests_in_flight",
-        ):
-            wait_until(lambda name=name: not any(self.metric(name)), f"{name} is 0")
+        """Wait until no replica holds a request or a block of one, and the gateway no call, and it has stayed so for STALE_S."""
+        busy_at = time.monotonic()
+
+        def idle() -> bool:
+            nonlocal busy_at
+            if any(value for name in IDLE_AT_ZERO for value in self.metric(name)):
+                busy_at = time.monotonic()
+            return time.monotonic() - busy_at > STALE_S
+
+        wait_until(idle, "nothing is held")
 
     def wait_until_healed(self) -> None:
         """Wait until all replicas are ready again."""

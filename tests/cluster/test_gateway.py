@@ -1,119 +1,32 @@
-"""The gateway's logic over fake replicas in this process: fan-out, demultiplexing, refusals, replay, loss, slow clients, deadlines, drain."""
+"""The gateway's logic over fake replicas in this process: fan-out, refusals, slow clients, deadlines, drain, readiness."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from espalier.cluster.call import ChoiceEvent, GenerateCall
+from espalier.cluster.call import GenerateCall
 from espalier.cluster.catalog import ServedText
 from espalier.cluster.config import ClusterConfig, GatewayConfig, ServedModel
 from espalier.cluster.gateway import Gateway
 from espalier.cluster.metrics import ClusterMetrics
 from espalier.replicas.config import EngineConfig
 from espalier.replicas.errors import (
+    CheckpointError,
     DeadlineExceededError,
     DrainingError,
-    EngineError,
     InvalidRequestError,
     ModelNotFoundError,
     QueueFullError,
-    ReplicaLostError,
     RequestFailedError,
 )
-from espalier.replicas.request import FinishReason, SamplingParams, TokenEvent
+from espalier.replicas.request import FinishReason, SamplingParams
 from espalier.replicas.sampling.seeds import choice_seed
-from espalier.replicas.token_hash import token_sha256
 from tests.support.fake_engine import load_fake_text
+from tests.support.gateway_stage import PROMPT, Clock, Stage, begin, collect, error_of, ids, run
 from tests.support.local_link import MODEL, LocalLink, until
-
-PROMPT = (5, 6, 7)
-
-
-class Clock:
-    """Seconds that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Stage:
-    """A gateway with fake replicas. Inside a running event loop."""
-
-    def __init__(self, *, replicas: int = 2, gateway: GatewayConfig | None = None, **options: Any) -> None:
-        self.clock = Clock()
-        config = ClusterConfig(models=(MODEL,), gateway=gateway or GatewayConfig())
-        self.gateway = Gateway(
-            config, {MODEL.name: load_fake_text(MODEL)}, ClusterMetrics(version="0"), clock=self.clock, **options
-        )
-        self.links = [LocalLink(f"replica-{i}") for i in range(replicas)]
-        for link in self.links:
-            self.gateway.fleet.add(MODEL.name, link)
-
-    async def __aenter__(self) -> "Stage":
-        await until(lambda: len(self.gateway.fleet.ready(MODEL.name)) == len(self.links))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.gateway.fleet.close()
-
-    def call(self, **changes: Any) -> GenerateCall:
-        values: dict[str, Any] = {"call_id": "call", "model": MODEL.name, "prompt_token_ids": PROMPT}
-        params = changes.pop("params", SamplingParams(max_tokens=4, seed=9))
-        return GenerateCall(**(values | changes), params=params)
-
-    async def started(self, num: int = 1) -> None:
-        """Wait until so many requests have reached the engines, all together."""
-        await until(lambda: sum(len(link.engine.submitted) for link in self.links) >= num)
-
-    def owner(self) -> LocalLink:
-        """The replica that was given the last request."""
-        return max(self.links, key=lambda link: link.engine.load().running)
-
-    def round(self, times: int = 1) -> None:
-        for _ in range(times):
-            for link in self.links:
-                link.engine.round()
-
-    async def until_gone(self) -> None:
-        """Wait until no engine runs anything and the gateway knows of no call."""
-        await until(lambda: all(link.engine.load().running == 0 for link in self.links))
-        assert self.gateway._admission.outstanding == 0
-        assert not self.gateway._choices
-        assert not any(replica.assigned for replica in self.gateway.fleet.all())
-
-
-async def collect(stream: AsyncGenerator[ChoiceEvent, None]) -> list[ChoiceEvent]:
-    async with aclosing(stream):
-        return [event async for event in stream]
-
-
-def begin(stage: Stage, **changes: Any) -> "asyncio.Task[list[ChoiceEvent]]":
-    return asyncio.create_task(collect(stage.gateway.generate(stage.call(**changes))))
-
-
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))
-
-
-def ids(events: list[ChoiceEvent], index: int = 0) -> list[int]:
-    return [token for event in events if event.index == index for token in event.event.token_ids]
-
-
-def error_of(events: list[ChoiceEvent]) -> EngineError:
-    finish = events[-1].event.finish
-    assert finish is not None and finish.reason is FinishReason.ERROR and finish.error is not None
-    assert finish.token_sha256 == token_sha256(ids(events))
-    assert finish.usage.completion_tokens == len(ids(events))
-    return finish.error
 
 
 def test_a_reply_arrives_whole_and_leaves_nothing_behind() -> None:
@@ -257,127 +170,6 @@ def test_a_client_that_leaves_during_the_hand_over_frees_its_request_too() -> No
     run(test)
 
 
-def test_a_replica_lost_before_any_token_costs_nothing() -> None:
-    async def test() -> None:
-        async with Stage() as stage:
-            reply = begin(stage)
-            await stage.started()
-            stage.links[0].kill()
-            await stage.started(2)
-            assert stage.links[1].engine.submitted[0].attempt == 1
-            stage.links[1].engine.round()
-            for _ in range(3):
-                stage.links[1].engine.round()
-            events = await reply
-            assert ids(events) == [8, 9, 10, 11]
-            assert {event.replica for event in events} == {"replica-1"}
-
-    run(test)
-
-
-def test_a_replica_lost_during_the_hand_over_costs_nothing() -> None:
-    async def test() -> None:
-        async with Stage() as stage:
-            stage.links[0].hold_submit.clear()
-            reply = begin(stage)
-            await until(lambda: any(replica.assigned for replica in stage.gateway.fleet.all()))
-            stage.links[0].kill()
-            await stage.started()
-            for _ in range(4):
-                stage.links[1].engine.round()
-            assert len(ids(await reply)) == 4
-
-    run(test)
-
-
-def test_a_request_is_replayed_once_only() -> None:
-    async def test() -> None:
-        async with Stage(replicas=3) as stage:
-            reply = begin(stage)
-            await stage.started()
-            stage.links[0].kill()
-            await stage.started(2)
-            next(link for link in stage.links[1:] if link.engine.submitted).kill()
-            with pytest.raises(ReplicaLostError):
-                await reply
-
-    run(test)
-
-
-def test_without_another_replica_the_loss_is_told() -> None:
-    async def test() -> None:
-        async with Stage(replicas=1) as stage:
-            reply = begin(stage)
-            await stage.started()
-            stage.links[0].kill()
-            with pytest.raises(EngineError):
-                await reply
-            assert stage.gateway.models()[0].ready_replicas == 0
-            with pytest.raises(DrainingError):
-                await begin(stage, call_id="next")
-
-    run(test)
-
-
-def test_a_replica_lost_after_a_token_ends_in_an_explicit_error() -> None:
-    async def test() -> None:
-        async with Stage() as stage:
-            stream = stage.gateway.generate(stage.call())
-            first = asyncio.ensure_future(anext(stream))
-            await stage.started()
-            stage.round()
-            events = [await first]
-            stage.links[0].kill()
-            events += await collect(stream)
-            assert isinstance(error_of(events), ReplicaLostError)
-            assert ids(events) == [8]
-            assert stage.links[1].engine.submitted == []
-
-    run(test)
-
-
-def altered(
-    change: Callable[[TokenEvent], list[TokenEvent]],
-) -> Callable[[tuple[TokenEvent, ...]], tuple[TokenEvent, ...]]:
-    return lambda events: tuple(new for event in events for new in change(event))
-
-
-def test_events_of_another_attempt_are_dropped() -> None:
-    async def test() -> None:
-        async with Stage(replicas=1) as stage:
-            stage.links[0].alter = altered(lambda event: [replace(event, attempt=7, token_ids=(99,)), event])
-            reply = begin(stage)
-            await stage.started()
-            stage.round(4)
-            assert ids(await reply) == [8, 9, 10, 11]
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda event: [] if event.first_index == 1 else [event],
-        lambda event: [event, event] if event.first_index == 1 else [event],
-        lambda event: [replace(event, token_ids=(99,))] if event.first_index == 1 else [event],
-    ],
-    ids=["lost", "twice", "changed"],
-)
-def test_tokens_that_do_not_fit_together_end_in_an_explicit_error(
-    change: Callable[[TokenEvent], list[TokenEvent]],
-) -> None:
-    async def test() -> None:
-        async with Stage(replicas=1) as stage:
-            stage.links[0].alter = altered(change)
-            reply = begin(stage)
-            await stage.started()
-            stage.round(4)
-            assert isinstance(error_of(await reply), RequestFailedError)
-            await stage.until_gone()
-
-    run(test)
-
-
 def test_a_client_that_does_not_read_is_given_up_and_its_neighbour_is_not() -> None:
     async def test() -> None:
         async with Stage(replicas=1, max_pending_events=3) as stage:
@@ -513,7 +305,7 @@ def test_readiness_needs_progress_or_idleness() -> None:
 
 def test_a_model_without_text_or_replica_says_why() -> None:
     async def test() -> None:
-        refused = ServedText(text=None, failure="tokenizer.json: is missing", defaults={}, created=0)
+        refused = ServedText(text=None, failure=CheckpointError("tokenizer.json: is missing"), defaults={}, created=0)
         other = ServedModel(name="other", engine=EngineConfig(model_path=Path("nowhere")))
         config = ClusterConfig(models=(MODEL, other))
         gateway = Gateway(
@@ -522,6 +314,7 @@ def test_a_model_without_text_or_replica_says_why() -> None:
         ready, report = await gateway.readiness()
         assert ready is False
         assert report["models"]["other"]["failure"] == "tokenizer.json: is missing"
+        assert report["models"]["other"]["failure_code"] == "checkpoint"
         assert "failure" not in report["models"][MODEL.name]
         with pytest.raises(DrainingError, match="is missing"):
             gateway.text("other")
@@ -530,6 +323,46 @@ def test_a_model_without_text_or_replica_says_why() -> None:
         assert [info.ready_replicas for info in gateway.models()] == [0, 0]
 
     run(test)
+
+
+def test_each_model_has_replicas_of_its_own() -> None:
+    async def test() -> None:
+        other = ServedModel(name="other", engine=EngineConfig(model_path=Path("nowhere")))
+        texts = {name: load_fake_text(MODEL) for name in (MODEL.name, "other")}
+        gateway = Gateway(ClusterConfig(models=(MODEL, other)), texts, ClusterMetrics(version="0"), clock=Clock())
+        links = {name: LocalLink(f"of-{name}") for name in texts}
+        gateway.fleet.add(MODEL.name, links[MODEL.name])
+        await until(lambda: gateway.fleet.ready(MODEL.name) != [])
+        assert (await gateway.readiness())[0] is False
+        gateway.fleet.add("other", links["other"])
+        await until(lambda: gateway.fleet.ready("other") != [])
+        assert (await gateway.readiness())[0] is True
+        params = SamplingParams(max_tokens=1)
+        call = GenerateCall(call_id="call", model="other", prompt_token_ids=PROMPT, params=params)
+        reply = asyncio.create_task(collect(gateway.generate(call)))
+        await until(lambda: links["other"].engine.submitted != [])
+        links["other"].engine.round()
+        assert [event.replica for event in await reply] == ["of-other"]
+        await gateway.fleet.close()
+
+    run(test)
+
+
+def test_a_bug_at_the_hand_over_is_a_failed_request_and_frees_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with Stage() as stage:
+
+            def broken(_: Any) -> None:
+                raise KeyError("a bug")
+
+            for link in stage.links:
+                link.engine.submit = broken  # type: ignore[method-assign]
+            with pytest.raises(RequestFailedError):
+                await begin(stage)
+            await stage.until_gone()
+
+    run(test)
+    assert "submit failed" in caplog.text
 
 
 def test_metrics_show_the_replicas_that_are_there_and_no_others() -> None:

@@ -36,4 +36,4 @@ def test_a_broken_tokenizer_leaves_a_model_that_tells_why(tmp_path: Path) -> Non
     (checkpoint / "tokenizer.json").write_text("{")
     broken = load_text(model)
     assert broken.text is None
-    assert broken.failure is not None and "tokenizer.json" in broken.failure
+    assert broken.failure is not None and "tokenizer.json" in broken.failure.message

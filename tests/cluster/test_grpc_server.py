@@ -179,7 +179,9 @@ def test_a_key_opens_everything(key_file: Path, metadata: tuple[tuple[str, str],
         assert (await generate(channel, request(), metadata=metadata)).text() == "Hello, world."
         assert SERVICE in await listed(channel, metadata=metadata)
 
-    run(FakeGateway(), body, api_key_file=key_file)
+    gateway = FakeGateway()
+    run(gateway, body, api_key_file=key_file)
+    assert [call.client for call in gateway.calls] == ["ann"]
 
 
 @pytest.mark.parametrize(

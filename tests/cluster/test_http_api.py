@@ -289,21 +289,38 @@ def test_requests_are_counted_by_route_and_status() -> None:
     ]
 
 
-def test_one_log_line_with_the_label_and_without_prompt_or_key(
+def test_a_served_call_leaves_its_log_line_to_the_gateway_and_names_its_client(
+    keyed: GatewayConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = FakeGateway()
+    with caplog.at_level(logging.INFO, logger=http_front.__name__):
+        headers = {"authorization": "Bearer key-of-ada"}
+        response = _ask(gateway, "POST", "/v1/chat/completions", keyed, json=CHAT, headers=headers)
+        _ask(gateway, "GET", "/health", keyed)
+    assert [record for record in caplog.records if record.name == http_front.__name__] == []
+    assert [call.client for call in gateway.calls] == ["ada"]
+    assert response.json()["id"] == f"chatcmpl-{response.headers['x-request-id']}"
+
+
+def test_a_refused_request_has_one_log_line_without_prompt_or_key(
     keyed: GatewayConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger=http_front.__name__):
         headers = {"authorization": "Bearer key-of-ada"}
-        response = _ask(FakeGateway(), "POST", "/v1/chat/completions", keyed, json=CHAT, headers=headers)
-        _ask(FakeGateway(), "GET", "/health", keyed)
-    lines = [record.getMessage() for record in caplog.records if record.name == http_front.__name__]
-    assert len(lines) == 1
-    request_id = response.headers["x-request-id"]
-    for part in ("status=200", "label=ada", f"request={request_id}", f"model={FAKE_MODEL}", "finish=stop", "error=-"):
-        assert part in lines[0]
-    assert response.json()["id"] == f"chatcmpl-{request_id}"
-    assert "secret" not in caplog.text
-    assert "key-of-ada" not in caplog.text
+        body = {**CHAT, "temperature": -1}
+        response = _ask(FakeGateway(), "POST", "/v1/chat/completions", keyed, json=body, headers=headers)
+    [line] = [record for record in caplog.records if record.name == http_front.__name__]
+    said = {key: vars(line)[key] for key in ("method", "route", "status", "client", "request", "error")}
+    assert said == {
+        "method": "POST",
+        "route": "/v1/chat/completions",
+        "status": 400,
+        "client": "ada",
+        "request": response.headers["x-request-id"],
+        "error": "invalid_request",
+    }
+    assert "secret" not in str(vars(line))
+    assert "key-of-ada" not in str(vars(line))
 
 
 def test_the_loop_is_free_while_a_template_is_rendered() -> None:

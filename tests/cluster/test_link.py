@@ -186,7 +186,7 @@ def test_a_model_that_may_not_serve_leaves_the_replica_up_with_the_reason() -> N
         replica = EngineReplica(MODEL, None, refuse)
         description = await replica.describe()
         assert description.info is None
-        assert description.failure is not None and "something else" in description.failure
+        assert description.failure is not None and "something else" in description.failure.message
         await replica.check_health()
         with pytest.raises(DrainingError):
             await anext(replica.attach("one"))

@@ -159,9 +159,9 @@ def test_completion_logprobs_streamed_and_whole() -> None:
     assert whole["token_logprobs"] == [-0.5] * 7
     assert whole["top_logprobs"][0] == {"a": -0.5, "b": -1.5}
     assert whole["text_offset"] == [0, 1, 2, 3, 4, 5, 6]
-    chunks = _streamed(body, "/v1/completions", FakeReply(texts=("abcdef",)))
+    chunks = _streamed(body, "/v1/completions", FakeReply(texts=("abcdef",), chunk=2))
     pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert len(pieces) > 1
+    assert len(pieces) == 4
     for name, values in whole.items():
         assert [value for piece in pieces for value in piece[name]] == values
 
@@ -230,14 +230,25 @@ def test_alternatives_with_the_same_text_keep_the_chosen_one() -> None:
     assert CompletionShape(Same()).logprobs(entries, 0)["top_logprobs"] == [{"x": -2.0}]
 
 
+def _calls(count: int) -> list[GenerateCall]:
+    params = SamplingParams()
+    return [GenerateCall(call_id=str(i), model=FAKE_MODEL, prompt_token_ids=(1,), params=params) for i in range(count)]
+
+
+def test_merged_calls_close_when_one_fails_while_the_other_has_an_event_ready() -> None:
+    async def run() -> None:
+        gateway = FakeGateway(FakeReply(refusal=QueueFullError("full")), FakeReply())
+        with pytest.raises(QueueFullError):
+            await anext(merged_events(gateway, _calls(2)))
+        assert (gateway.open, gateway.aborted) == (set(), ["1"])
+
+    asyncio.run(run())
+
+
 def test_merged_calls_all_close_when_one_fails() -> None:
     async def run() -> None:
         gateway = FakeGateway(FakeReply(hold_after=1), FakeReply(refusal=QueueFullError("full"), first_delay_s=0.01))
-        calls = [
-            GenerateCall(call_id=str(i), model=FAKE_MODEL, prompt_token_ids=(1,), params=SamplingParams())
-            for i in range(2)
-        ]
-        events = merged_events(gateway, calls)
+        events = merged_events(gateway, _calls(2))
         assert (await anext(events)).index == 0
         with pytest.raises(QueueFullError):
             await anext(events)

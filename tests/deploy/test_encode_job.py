@@ -126,11 +126,13 @@ def test_a_run_cut_short_goes_on_and_ends_the_same(
         encode(source, output, threads=1)
     assert not output.exists()
     work = output.with_name("tiny.partial")
-    assert len(list((work / "linears").glob("*.safetensors"))) == 3
+    num_done = len(list((work / "linears").glob("*.safetensors")))
+    assert num_done >= 3
     with pytest.raises(InvalidRequestError, match="other options or another source"):
         encode(source, output, seed=1)
+    num_calls = len(calls)
     encode(source, output, threads=1)
-    assert len(calls) == 4 + LINEARS_A_LAYER + 1 - 3
+    assert len(calls) - num_calls == LINEARS_A_LAYER + 1 - num_done
     assert not work.exists()
     for file in encoded.iterdir():
         assert (output / file.name).read_bytes() == file.read_bytes(), file.name

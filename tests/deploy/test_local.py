@@ -100,7 +100,7 @@ def test_listening_without_keys_is_warned_of_in_the_log(start: Start) -> None:
 def test_the_greeting_can_be_pasted_into_a_shell() -> None:
     model = ServedModel(name="it's mine", engine=EngineConfig(model_path=Path("m")))
     config = ClusterConfig(models=(model,), gateway=GatewayConfig(api_key_file=Path("k")))
-    command = greeting(config, "http://h:1", "h:2", 1.0).splitlines()[-1].partition("try: curl ")[2]
+    command = greeting(config, "http://h:1", "h:2", 1.0, {}).splitlines()[-1].partition("try: curl ")[2]
     script = f'printf "%s\\n" {command}'
     words = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
     assert words[0] == "http://h:1/v1/chat/completions"

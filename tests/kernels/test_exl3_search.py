@@ -1,6 +1,3 @@
-import itertools
-import math
-
 import pytest
 import torch
 
@@ -11,7 +8,7 @@ from espalier.kernels.exl3.layout import RATES, pack_states, unpack_states
 from espalier.kernels.exl3.search import BeamWidth, _sorting_network, search_tiles
 
 
-def gaussian_tiles(num_tiles: int, std: float = 0.8) -> torch.Tensor:
+def gaussian_tiles(num_tiles: int, std: float = 0.68) -> torch.Tensor:
     return torch.randn(num_tiles, 256) * std
 
 
@@ -36,7 +33,7 @@ def test_a_tiles_ring_does_not_depend_on_its_neighbours() -> None:
 def test_more_paths_find_better_rings() -> None:
     tiles = gaussian_tiles(16)
     errors = []
-    for num_paths in (2, 8, 32):
+    for num_paths in (2, 4, 8):
         states = search_tiles(tiles, 4, Codebook.MUL1, BeamWidth(num_paths, 4))
         errors.append(float((codebook.values(Codebook.MUL1).float()[states.long()] - tiles).square().mean()))
     assert errors[0] > errors[1] > errors[2]
@@ -64,9 +61,8 @@ def test_progress_is_told_and_may_end_the_search(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_sorting_network_sorts(size: int) -> None:
     # The 0-1 principle: a network that sorts all sequences of zeros and ones sorts everything.
-    for sequence in itertools.product((0, 1), repeat=size):
-        rows = list(sequence)
-        for i, j in _sorting_network(size):
-            rows[i], rows[j] = min(rows[i], rows[j]), max(rows[i], rows[j])
-        assert rows == sorted(sequence)
-    assert len(_sorting_network(size)) <= size * math.log2(max(2, size)) ** 2 / 2
+    sequences = torch.arange(1 << size) >> torch.arange(size)[:, None] & 1
+    rows = list(sequences)
+    for i, j in _sorting_network(size):
+        rows[i], rows[j] = torch.minimum(rows[i], rows[j]), torch.maximum(rows[i], rows[j])
+    assert torch.equal(torch.stack(rows), sequences.sort(dim=0).values)

@@ -47,6 +47,18 @@ def test_table_entries_do_not_depend_on_its_length() -> None:
     torch.testing.assert_close(long_cos[8191], torch.cos(angle.double()).float(), rtol=0, atol=1e-7)
 
 
+def test_table_does_not_depend_on_threads() -> None:
+    frequencies = inverse_frequencies(RopeConfig(theta=500000.0), 128)
+    cos, sin = rope_table(frequencies, 8192, 1.0)
+    torch.set_num_threads(2)
+    try:
+        again = rope_table(frequencies, 8192, 1.0)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(again[0], cos)
+    assert torch.equal(again[1], sin)
+
+
 def test_rotation_turns_halves_against_each_other() -> None:
     cos, sin = rope_table(inverse_frequencies(RopeConfig(theta=10000.0), 8), 50, 1.0)
     x = torch.randn(3, 2, 8)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from espalier.cluster.config import ClusterConfig
 from espalier.deploy import local
@@ -23,6 +24,9 @@ class FakeCluster:
     http_url: str = "http://127.0.0.1:1"
     grpc_address: str = "127.0.0.1:2"
 
+    def ready(self) -> tuple[bool, dict[str, Any]]:
+        return True, {"models": {}}
+
     def stop(self, drain_timeout_s: float) -> None:
         print(f"stop within {drain_timeout_s:g}", flush=True)
         if self.stop_how == "hangs":
@@ -32,7 +36,7 @@ class FakeCluster:
 start_how, stop_how, *arguments = sys.argv[1:]
 
 
-def start_cluster(_: ClusterConfig) -> FakeCluster:
+def start_cluster(_: ClusterConfig, *, allow_unready: bool) -> FakeCluster:
     print("starting", flush=True)
     if start_how == "hangs-in-ray":
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))

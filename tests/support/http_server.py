@@ -15,7 +15,11 @@ def running(app: ASGIApp) -> Iterator[str]:
     """Serves `app` until the block ends; yields its base URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=5
+            )
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
