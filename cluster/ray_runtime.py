@@ -19,8 +19,10 @@ from pathlib import Path
 import ray
 from ray import serve
 
-# Set only where the user has not. Usage reports, metrics agents and idle workers are of no use to a cluster of one machine.
+# Set only where the user has not. Usage reports, metrics agents and idle workers are of no use to a cluster of one machine, and OpenMP's threads
+# must not spin while they wait: replicas share the cores.
 LEAN_ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",

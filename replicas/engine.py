@@ -144,7 +144,9 @@ class Engine:
     def _run(self) -> None:
         """Waits, without the lock, until there is something to do: a step has come back, or work, an abort, a deadline, a stop."""
         deadline = next_deadline(live.sequence for live in self._live.values())
-        timeout_s = None if deadline is None else max(deadline - self._clock.monotonic(), 0.0)
+        timeout_s = (
+            None if deadline is None else min(max(deadline - self._clock.monotonic(), 0.0), threading.TIMEOUT_MAX)
+        )
         self._changed.wait_for(self._has_news, timeout_s)
 
     def _commit(self) -> bool:

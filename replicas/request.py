@@ -8,6 +8,9 @@ from espalier.replicas.errors import EngineError, InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 4096
 MAX_SEED = 2**64 - 1
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -58,6 +61,7 @@ class SamplingParams:
         _require(0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "must lie in [0.01, 100]")
         _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "must lie in [-2, 2]")
         _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "must lie in [-2, 2]")
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIASES, "logit_bias", f"at most {MAX_LOGIT_BIASES} tokens")
         for token_id, bias in self.logit_bias:
             _require(0 <= token_id <= MAX_TOKEN_ID, "logit_bias", f"token id {token_id} is out of range")
             _require(math.isfinite(bias) and -100.0 <= bias <= 100.0, "logit_bias", "each bias must lie in [-100, 100]")
@@ -66,6 +70,9 @@ class SamplingParams:
         _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "must lie between 0 and max_tokens")
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         _require(all(self.stop), "stop", "a stop string cannot be empty")
+        too_long = any(len(stop) > MAX_STOP_CHARS for stop in self.stop)
+        _require(not too_long, "stop", f"a stop string has at most {MAX_STOP_CHARS} characters")
+        _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids")
         for token_id in self.stop_token_ids:
             _require(0 <= token_id <= MAX_TOKEN_ID, "stop_token_ids", f"token id {token_id} is out of range")
         if self.logprobs is not None:

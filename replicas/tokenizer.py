@@ -109,11 +109,13 @@ class Tokenizer:
         Raises InvalidRequestError for a text that is not Unicode (it holds half of a surrogate pair).
         """
         try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # The batch's form lets go of the interpreter's lock; a long text would stop every other thread.
+            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:  # what the Rust side makes of a str that has no UTF-8
             raise InvalidRequestError(
                 "prompt: it holds half of a surrogate pair, which is not text", param="prompt"
             ) from error
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ids that begin a text, as transformers decodes it; ids that the tokenizer lacks have none.
@@ -121,7 +123,8 @@ class Tokenizer:
         A reply's text, which goes on after a prompt, is `espalier.replicas.detokenizer`'s.
         """
         known = [token_id for token_id in token_ids if 0 <= token_id < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        [text] = self._tokenizer.decode_batch([known], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for inside a text; maybe a part of a character. Empty for an id that the tokenizer lacks."""

@@ -8,15 +8,18 @@ from typing import Any
 
 import pydantic_core
 
-from espalier.cluster.call import ModelText
+from espalier.cluster.call import ModelInfo, ModelText
 from espalier.cluster.ingress.openai_models import ChatInput, Message, ToolCall
+from espalier.cluster.ingress.prompt_text import encode_prompt
 from espalier.replicas.errors import InvalidRequestError
 
 # What render_chat itself hands to the template; chat_template_kwargs cannot replace them.
 _RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
-def chat_token_ids(chat: ChatInput, tools: Sequence[dict[str, Any]] | None, text: ModelText) -> list[int]:
+def chat_token_ids(
+    chat: ChatInput, tools: Sequence[dict[str, Any]] | None, info: ModelInfo, text: ModelText
+) -> list[int]:
     """The prompt of a conversation, template applied.
 
     tools: the tools of `chat` as they came, so that the template prints them with the client's key order; None renders none.
@@ -35,7 +38,7 @@ def chat_token_ids(chat: ChatInput, tools: Sequence[dict[str, Any]] | None, text
         add_generation_prompt=chat.add_generation_prompt is not False,
         template_kwargs=kwargs or None,
     )
-    return text.encode(rendered, add_special_tokens=False)
+    return encode_prompt(rendered, info, text, param="messages", add_special_tokens=False)
 
 
 def template_message(message: Message, param: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class InferenceServicer:
 
     async def _tokenize(self, request: pb.TokenizeRequest, _context: Context) -> pb.TokenizeResponse:
         info = self._gateway.resolve(grpc_wire.require_model(request.model))
-        token_ids = await asyncio.to_thread(grpc_wire.tokenize, request, self._gateway.text(info.name))
+        token_ids = await asyncio.to_thread(grpc_wire.tokenize, request, info, self._gateway.text(info.name))
         return pb.TokenizeResponse(token_ids=token_ids, max_context=info.max_context)
 
     async def _detokenize(self, request: pb.DetokenizeRequest, _context: Context) -> pb.DetokenizeResponse:

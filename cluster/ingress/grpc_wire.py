@@ -11,6 +11,7 @@ from espalier.cluster.call import ChoiceEvent, GenerateCall, ModelInfo, ModelTex
 from espalier.cluster.ingress.chat_prompt import chat_token_ids
 from espalier.cluster.ingress.openai_models import ChatInput, read_body
 from espalier.cluster.ingress.pb import inference_pb2 as pb
+from espalier.cluster.ingress.prompt_text import encode_prompt
 from espalier.cluster.ingress.sampling_fields import (
     MAX_CHOICES,
     MAX_SESSION_LENGTH,
@@ -76,18 +77,18 @@ def generate_call(
     )
 
 
-def tokenize(request: pb.TokenizeRequest, text: ModelText) -> list[int]:
+def tokenize(request: pb.TokenizeRequest, info: ModelInfo, text: ModelText) -> list[int]:
     """The ids that Generate would start from; CPU work. Raises InvalidRequestError naming the field."""
     if request.WhichOneof("input") is None:
         raise InvalidRequestError("input: one of prompt and chat is required", param="input")
     add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
     if request.HasField("prompt"):
-        return text.encode(request.prompt, add_special_tokens=add_special_tokens)
+        return encode_prompt(request.prompt, info, text, param="prompt", add_special_tokens=add_special_tokens)
     if request.HasField("add_special_tokens"):
         raise InvalidRequestError(
             "add_special_tokens: is of a prompt; a chat template has its own", param="add_special_tokens"
         )
-    return _chat_ids(request.chat, text)
+    return _chat_ids(request.chat, info, text)
 
 
 def response(
@@ -138,12 +139,12 @@ def _input(request: pb.GenerateRequest, info: ModelInfo, text: ModelText) -> tup
     """The input's field name and its token ids."""
     match request.WhichOneof("input"):
         case "prompt":
-            return "prompt", tuple(text.encode(request.prompt, add_special_tokens=True))
+            return "prompt", tuple(encode_prompt(request.prompt, info, text, param="prompt"))
         case "token_ids":
             check_token_ids(request.token_ids.ids, info, "token_ids")
             return "token_ids", tuple(request.token_ids.ids)
         case "chat":
-            return "messages", tuple(_chat_ids(request.chat, text))
+            return "messages", tuple(_chat_ids(request.chat, info, text))
     raise InvalidRequestError("input: one of prompt, token_ids and chat is required", param="input")
 
 
@@ -166,7 +167,7 @@ def _given(request: pb.GenerateRequest) -> dict[str, Any]:
     return given
 
 
-def _chat_ids(chat: pb.Chat, text: ModelText) -> list[int]:
+def _chat_ids(chat: pb.Chat, info: ModelInfo, text: ModelText) -> list[int]:
     """The ids of a conversation, checked as HTTP's chat body is; errors name the fields as HTTP does, such as `messages[0].role`."""
     value: dict[str, Any] = {
         "messages": [_message(message, f"messages[{i}]") for i, message in enumerate(chat.messages)]
@@ -177,7 +178,7 @@ def _chat_ids(chat: pb.Chat, text: ModelText) -> list[int]:
         value["chat_template_kwargs"] = _json(chat.chat_template_kwargs_json, "chat_template_kwargs_json")
     if chat.HasField("add_generation_prompt"):
         value["add_generation_prompt"] = chat.add_generation_prompt
-    return chat_token_ids(read_body(value, ChatInput), value.get("tools"), text)
+    return chat_token_ids(read_body(value, ChatInput), value.get("tools"), info, text)
 
 
 def _message(message: pb.Message, path: str) -> dict[str, Any]:

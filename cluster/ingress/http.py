@@ -35,6 +35,7 @@ from espalier.cluster.ingress.openai_models import (
 )
 from espalier.cluster.ingress.openai_reply import Reply, ReplyShape
 from espalier.cluster.ingress.openai_shapes import ChatShape, CompletionShape
+from espalier.cluster.ingress.prompt_text import encode_prompt
 from espalier.cluster.ingress.sampling_fields import MAX_SESSION_LENGTH, check_token_ids
 from espalier.cluster.ingress.sse import EventStreamResponse, Opening, sse_frames
 from espalier.replicas.errors import InvalidRequestError
@@ -85,7 +86,7 @@ class _Api:
         body = read_body(value, ChatBody)
         info, text = self._gateway.resolve(body.model), self._gateway.text(body.model)
         tools = None if body.tool_choice == "none" else value.get("tools")
-        prompt = await asyncio.to_thread(chat_token_ids, body, tools, text)
+        prompt = await asyncio.to_thread(chat_token_ids, body, tools, info, text)
         call_id = f"chatcmpl-{record_of(request).request_id}"
         call = chat_call(body, info, prompt, call_id=call_id, session=_session(request))
         return await self._answer(request, body, info, [call], call_id, ChatShape(text))
@@ -113,11 +114,13 @@ class _Api:
         if "messages" in value:
             chat = read_body(value, TokenizeChatBody)
             info, text = self._gateway.resolve(chat.model), self._gateway.text(chat.model)
-            ids = await asyncio.to_thread(chat_token_ids, chat, value.get("tools"), text)
+            ids = await asyncio.to_thread(chat_token_ids, chat, value.get("tools"), info, text)
         else:
             body = read_body(value, TokenizeBody)
             info, text = self._gateway.resolve(body.model), self._gateway.text(body.model)
-            ids = await asyncio.to_thread(text.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+            ids = await asyncio.to_thread(
+                encode_prompt, body.prompt, info, text, param="prompt", add_special_tokens=body.add_special_tokens
+            )
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": info.max_context})
 
     async def detokenize(self, request: Request) -> Response:

@@ -27,7 +27,7 @@ from espalier.replicas.errors import EngineError, InvalidRequestError
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
 # Nobody receives this status; nginx logs it for clients that left.
 STATUS_CLIENT_LEFT = 499
 NO_ERROR = "-"

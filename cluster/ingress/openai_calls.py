@@ -5,6 +5,7 @@ from typing import Any
 
 from espalier.cluster.call import GenerateCall, ModelInfo, ModelText
 from espalier.cluster.ingress.openai_models import ChatBody, CompletionBody, GenerateBody
+from espalier.cluster.ingress.prompt_text import encode_prompt
 from espalier.cluster.ingress.sampling_fields import check_token_ids, deadline_after, resolve_params
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.request import SamplingParams
@@ -60,7 +61,7 @@ def completion_prompts(body: CompletionBody, info: ModelInfo, text: ModelText) -
     """
     prompt = body.prompt
     if isinstance(prompt, str):
-        return [text.encode(prompt, add_special_tokens=True)]
+        return [encode_prompt(prompt, info, text, param="prompt")]
     if not prompt or isinstance(prompt[0], int):
         prompts: list[Any] = [prompt]
     else:
@@ -68,9 +69,9 @@ def completion_prompts(body: CompletionBody, info: ModelInfo, text: ModelText) -
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequestError(f"prompt: at most {MAX_PROMPTS} prompts a request", param="prompt")
     encoded = []
-    for item in prompts:
+    for i, item in enumerate(prompts):
         if isinstance(item, str):
-            encoded.append(text.encode(item, add_special_tokens=True))
+            encoded.append(encode_prompt(item, info, text, param=f"prompt[{i}]" if len(prompts) > 1 else "prompt"))
         else:
             check_token_ids(item, info, "prompt")
             encoded.append(item)

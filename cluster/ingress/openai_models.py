@@ -2,6 +2,7 @@
 
 Keys that are not here are refused by name. Keys that OpenAI clients send out of habit are accepted where their value asks for nothing
 (`store: false`, `tool_choice: "auto"`); a value that asks for something this server does not do is refused by name as well.
+A body is as large as its sender likes, so every list and object stops at its first fault.
 Types are exact: `"1"` is not a number, `true` not an integer, NaN and infinity are no JSON.
 """
 
@@ -10,12 +11,21 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from espalier.cluster.ingress.sampling_fields import MAX_CHOICES, MAX_SESSION_LENGTH
 from espalier.replicas.errors import InvalidRequestError
-from espalier.replicas.request import MAX_LOGPROBS
+from espalier.replicas.request import MAX_LOGIT_BIASES, MAX_LOGPROBS
 
 _MAX_STEP_LENGTH = 64
 
@@ -33,24 +43,49 @@ def _only(accepted: object) -> Callable[[Any], Any]:
     return check
 
 
+def _at_most(number: int) -> Callable[[Any], Any]:
+    """A check that an object has no more keys than that."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > number:
+            raise PydanticCustomError("too_many", "at most {number} keys", {"number": number})
+        return value
+
+    return check
+
+
 Off = Annotated[bool, AfterValidator(_only(False))]
 On = Annotated[bool, AfterValidator(_only(True))]
 One = Annotated[int, AfterValidator(_only(1))]
 EmptyText = Annotated[str, AfterValidator(_only(""))]
 EmptyList = Annotated[list[Any], AfterValidator(_only([]))]
-TextOnly = Annotated[list[str], AfterValidator(_only(["text"]))]
 # Bounds that a field shares with SamplingParams are left to it; those here are of fields with another name there, or none.
 PositiveInt = Annotated[int, Field(ge=1)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 SessionId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SESSION_LENGTH)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+TextOnly = Annotated[Texts, AfterValidator(_only(["text"]))]
+LogitBias = Annotated[
+    dict[Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")], float],
+    BeforeValidator(_at_most(MAX_LOGIT_BIASES)),
+]
 
 
 class WireModel(BaseModel):
     """Base of all bodies: exact types, no unknown key, no NaN."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_key(cls, value: Any) -> Any:
+        """Keep one key that is not known, for its complaint, and no more: millions of complaints would take seconds and gigabytes to make."""
+        known = cls.model_fields
+        if not isinstance(value, dict) or len(value) <= len(known):
+            return value
+        unknown = next(key for key in value if key not in known)
+        return {key: value[key] for key in (*known, unknown) if key in value}
 
 
 class StreamOptions(WireModel):
@@ -77,7 +112,7 @@ class GenerateBody(WireModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,9})$")], float] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
     max_tokens: PositiveInt | None = None
     min_tokens: int | None = None
@@ -132,7 +167,7 @@ class Message(WireModel):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: None = None
     audio: None = None

@@ -15,7 +15,34 @@ from espalier.kernels.elementary import tree_sum
 from espalier.kernels.linear.blocked import batched_product
 
 
-def paged_attention(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan) -> Tensor:
+class Workspace:
+    """Memory for the keys and values of a round, kept from layer to layer: new pages for every copy would cost more than the copy.
+
+    One round at a time may use it; what was read last is overwritten by the next read.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def read(self, name: str, cached: Tensor, head_blocks: Tensor) -> Tensor:
+        """Gathers from a cache [blocks, kv_heads, block_size, head_dim] -> fp32 [splits * kv_heads, 128, head_dim]."""
+        rows = cached.view(-1, cached.shape[2] * cached.shape[3])
+        shape = (head_blocks.shape[0], rows.shape[1])
+        gathered = self._take(name, cached.dtype, shape)
+        torch.index_select(rows, 0, head_blocks, out=gathered)
+        if cached.dtype != torch.float32:
+            gathered = self._take(name, torch.float32, shape).copy_(gathered)
+        return gathered.view(-1, KEY_SPLIT, cached.shape[3])
+
+    def _take(self, name: str, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
+        size = shape[0] * shape[1]
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
+
+
+def paged_attention(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, workspace: Workspace) -> Tensor:
     """q fp32 [rows, heads, head_dim]; keys, values [blocks, kv_heads, block_size, head_dim] fp32, fp16 or bf16 -> fp32 as q.
 
     Query head h reads key-value head h // (heads / kv_heads). Rows of q that no lane owns come out as zeros.
@@ -26,20 +53,20 @@ def paged_attention(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan
     grouped = (q * (1.0 / math.sqrt(head_dim))).view(rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
     out = torch.zeros_like(q)
     if plan.short is not None:
-        _attend_short(grouped, keys, values, plan.short, out)
+        _attend_short(grouped, keys, values, plan.short, workspace, out)
     for lane in plan.long:
-        _attend_long(grouped, keys, values, lane, out)
+        _attend_long(grouped, keys, values, lane, workspace, out)
     return out
 
 
-def _attend_short(q: Tensor, keys: Tensor, values: Tensor, plan: ShortLanes, out: Tensor) -> None:
+def _attend_short(q: Tensor, keys: Tensor, values: Tensor, plan: ShortLanes, workspace: Workspace, out: Tensor) -> None:
     kv_heads, _, group, head_dim = q.shape
     num_lanes, num_items = plan.query_rows.shape[0], plan.item_lane.shape[0]
     tile_rows = QUERY_TILE * group
     # Head-major tiles: [lanes, kv_heads, 8 * group, head_dim], one copy an item.
     tiles = q[:, plan.query_rows].transpose(0, 1).reshape(num_lanes, kv_heads, tile_rows, head_dim)
     item_q = tiles[plan.item_lane].view(num_items * kv_heads, tile_rows, head_dim)
-    item_k, item_v = _read(keys, values, plan.head_blocks, plan.unwritten)
+    item_k, item_v = _read(keys, values, plan, workspace)
 
     scores = batched_product(item_q, item_k.transpose(1, 2))
     masked = scores.view(num_items, kv_heads, QUERY_TILE, group, KEY_SPLIT).masked_fill_(plan.hidden, -math.inf)
@@ -76,7 +103,7 @@ def _merge(largest: Tensor, total: Tensor, weighted: Tensor) -> Tensor:
     return mixed / sums
 
 
-def _attend_long(q: Tensor, keys: Tensor, values: Tensor, plan: LongLane, out: Tensor) -> None:
+def _attend_long(q: Tensor, keys: Tensor, values: Tensor, plan: LongLane, workspace: Workspace, out: Tensor) -> None:
     kv_heads, _, group, head_dim = q.shape
     lane = plan.span
     num_tiles = -(-lane.num_rows // QUERY_TILE)
@@ -84,7 +111,7 @@ def _attend_long(q: Tensor, keys: Tensor, values: Tensor, plan: LongLane, out: T
     padded = q.new_zeros((kv_heads, num_tiles * QUERY_TILE, group, head_dim))
     padded[:, : lane.num_rows] = q[:, lane.first_row : lane.first_row + lane.num_rows]
     tiles = padded.view(kv_heads, num_tiles, tile_rows, head_dim)
-    lane_k, lane_v = _read(keys, values, plan.head_blocks, plan.unwritten)
+    lane_k, lane_v = _read(keys, values, plan, workspace)
     by_split = (lane.num_splits, kv_heads, KEY_SPLIT, head_dim)
     lane_k, lane_v = lane_k.view(by_split), lane_v.view(by_split)
 
@@ -114,15 +141,11 @@ def _attend_long(q: Tensor, keys: Tensor, values: Tensor, plan: LongLane, out: T
     out[rows] = merged.transpose(0, 1).reshape(lane.num_rows, kv_heads * group, head_dim)
 
 
-def _read(keys: Tensor, values: Tensor, head_blocks: Tensor, unwritten: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of splits, fp32 [splits * kv_heads, 128, head_dim] each."""
-    head_dim = keys.shape[-1]
-    k, v = (
-        cached.view(-1, cached.shape[2] * head_dim).index_select(0, head_blocks).float().view(-1, KEY_SPLIT, head_dim)
-        for cached in (keys, values)
-    )
+def _read(keys: Tensor, values: Tensor, plan: ShortLanes | LongLane, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    """Keys and values of the plan's splits, fp32 [splits * kv_heads, 128, head_dim] each."""
+    k, v = workspace.read("keys", keys, plan.head_blocks), workspace.read("values", values, plan.head_blocks)
     # A masked key's weight is 0, but 0 times what a failed sequence may have left there, NaN or inf, is NaN.
-    v.view(-1, head_dim).index_fill_(0, unwritten, 0.0)
+    v.view(-1, v.shape[-1]).index_fill_(0, plan.unwritten, 0.0)
     return k, v
 
 

@@ -5,7 +5,7 @@ experiments; checkpoints for production come from converters that calibrate. Kno
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,8 +29,11 @@ from espalier.kernels.hadamard.reference import transform_inputs, transform_outp
 # RMS of a regularized weight before the scale search: the 3inst codebook's, used for all three.
 _REGULAR_RMS = 1.24371088
 _ZERO = 1e-30
-_SCALES_TRIED = tuple(0.5 + 0.075 * i for i in range(8))
+# Scales tried on Gaussian tiles, and on a sample of each linear around the best of those.
+_SCALES = tuple(0.5 + 0.075 * i for i in range(8))
 _SCALE_SAMPLE_TILES = 96
+_SCALE_FACTORS = (0.7, 0.8, 0.9, 1.0, 1.1)
+_LINEAR_SAMPLE_TILES = 48
 
 
 def beam_width(rate: float) -> BeamWidth:
@@ -49,10 +52,10 @@ def encode_linear(
     num_in, num_out = weight.shape
     assert weight.dtype == torch.float32 and num_in % BLOCK == 0 and num_out % BLOCK == 0
     regular, suh, svh = _regularize(weight, seed)
-    scale = best_scale(rate, name)
-    tiles = matrix_to_tiles(regular.mul_(scale)).view(-1, TILE_WEIGHTS)
+    tiles = matrix_to_tiles(regular).view(-1, TILE_WEIGHTS)
+    scale = best_scale(tiles, rate, name)
     suh = suh / scale
-    states = search_tiles(tiles, rate, name, beam_width(rate), on_tiles)
+    states = search_tiles(tiles * scale, rate, name, beam_width(rate), on_tiles)
     trellis = pack_states(states, rate)
     assert torch.equal(unpack_states(trellis), states), "the search returned an open ring"
     values = codebook.values(name).float().index_select(0, states.T.reshape(-1)).view(TILE_WEIGHTS, -1)
@@ -104,26 +107,38 @@ def _nonzero(scales: Tensor) -> Tensor:
     return torch.where(scales < _ZERO, 0.1, scales)
 
 
-@functools.cache
-def best_scale(rate: float, name: Codebook) -> float:
-    """The factor on regular weights that gives the smallest error at this rate.
+def best_scale(tiles: Tensor, rate: float, name: Codebook) -> float:
+    """The factor on regular weights [tiles, 256] that gives the smallest error at this rate, found on a sample of them.
 
-    Searched once on Gaussian tiles, not on each linear: after both transforms all of them look alike, and a sample of one small
-    linear holds too few large values to show what they cost.
+    Most linears are as good as Gaussian after both transforms; some, an embedding table used as the head among them, keep longer tails
+    and want a smaller factor.
     """
     generator = torch.Generator().manual_seed(0)
+    sample = tiles[torch.randperm(len(tiles), generator=generator)[:_LINEAR_SAMPLE_TILES]]
+    usual = gaussian_scale(rate, name)
+    return _search_scale(sample, rate, name, [usual * factor for factor in _SCALE_FACTORS])
+
+
+@functools.cache
+def gaussian_scale(rate: float, name: Codebook) -> float:
+    """The best factor for Gaussian weights."""
+    generator = torch.Generator().manual_seed(0)
     sample = torch.randn(_SCALE_SAMPLE_TILES, TILE_WEIGHTS, generator=generator) * _REGULAR_RMS
-    scales = torch.tensor(_SCALES_TRIED)
-    wanted = (sample * scales[:, None, None]).view(-1, TILE_WEIGHTS)
+    return _search_scale(sample, rate, name, _SCALES)
+
+
+def _search_scale(sample: Tensor, rate: float, name: Codebook, scales: Sequence[float]) -> float:
+    """The best of evenly spaced scales on tiles [n, 256], refined by a parabola through its neighbours."""
+    factors = torch.tensor(scales)
+    wanted = (sample * factors[:, None, None]).view(-1, TILE_WEIGHTS)
     states = search_tiles(wanted, rate, name, beam_width(rate))
     found = codebook.values(name).float()[states.long()]
-    errors = (found - wanted).square().view(len(scales), -1).mean(1) / scales.square()
+    errors = (found - wanted).square().view(len(scales), -1).mean(1) / factors.square()
     best = int(errors.argmin().clamp(1, len(scales) - 2))
-    # The vertex of the parabola through the best point and its neighbours, held between these.
     left, middle, right = errors[best - 1 : best + 2].tolist()
     curvature = left - 2 * middle + right
     offset = max(-1.0, min(1.0, (left - right) / (2 * curvature))) if curvature > 0 else 0.0
-    return _SCALES_TRIED[best] + offset * (_SCALES_TRIED[1] - _SCALES_TRIED[0])
+    return scales[best] + offset * (scales[1] - scales[0])
 
 
 def _refit(weight: Tensor, inner: Tensor, suh: Tensor, svh: Tensor) -> tuple[Tensor, Tensor]:

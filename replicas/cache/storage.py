@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.kernels.attention.reference import Workspace
 from espalier.replicas.config import EngineConfig, KVDtype
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.config import ModelConfig
@@ -22,6 +23,7 @@ class KVCache:
     """Keys and values of all layers, zeros at first. One block more than asked for, `zero_block`, stays zero.
 
     keys, values: one [num_blocks + 1, kv_heads, block_size, head_dim] a layer, so that a head's part of a block is one piece of memory.
+    workspace: where attention gathers them; one round at a time.
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: KVDtype) -> None:
@@ -31,6 +33,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.zero_block = num_blocks
+        self.workspace = Workspace()
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes rows 0, 1, ... of k and v, fp32 [rows, kv_heads, head_dim], to their slots, rounded to the cache's dtype.

@@ -70,5 +70,5 @@ class Decoder:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         # Keys and values go to the cache first: a row reads its own from there too, rounded as later rows will find it.
         cache.store(index, batch.slots, k, v.reshape(k.shape))
-        attended = paged_attention(q, cache.keys[index], cache.values[index], batch.attention)
+        attended = paged_attention(q, cache.keys[index], cache.values[index], batch.attention, cache.workspace)
         return attended.view(rows, config.num_heads * config.head_dim)

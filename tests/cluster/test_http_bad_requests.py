@@ -5,9 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from espalier.cluster.config import GatewayConfig
 from espalier.cluster.ingress.http import build_http_app
+from espalier.cluster.ingress.openai_models import WireModel
 from tests.support.bad_requests import OUT_OF_RANGE
 from tests.support.fakes import FAKE_MODEL, FakeGateway
 from tests.support.http_server import running
@@ -47,6 +49,7 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": [1]}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias.x"),
     ({"logit_bias": {"1": "2"}}, "logit_bias.1"),
+    ({"logit_bias": {str(i): 1 for i in range(4097)}}, "logit_bias"),
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -74,6 +77,7 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
         "messages[0].tool_calls[0].function.arguments",
     ),
     ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 16 * 4096}]}, "messages"),
     ({"tools": [{"type": "search"}]}, "tools[0].type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
@@ -101,6 +105,8 @@ COMPLETION_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [[1], []]}, "prompt[1]"),
     ({"prompt": ["a"] * 65}, "prompt"),
     ({"prompt": [1] * 4096}, "prompt"),
+    ({"prompt": "x" * (16 * 4096 + 1)}, "prompt"),
+    ({"prompt": ["x", "x" * (16 * 4096 + 1)]}, "prompt[1]"),
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": 21}, "logprobs"),
     ({"echo": True}, "echo"),
@@ -188,6 +194,28 @@ def test_missing_fields(client: httpx.Client, field: str) -> None:
 def test_another_content_type(client: httpx.Client, content_type: str) -> None:
     response = client.post("/v1/completions", content=b"{}", headers={"content-type": content_type})
     _refused(response, "content-type")
+
+
+def _kinds(base: type[WireModel] = WireModel) -> Iterator[type[WireModel]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+@pytest.mark.parametrize("kind", list(_kinds()), ids=lambda kind: kind.__name__)
+def test_a_large_body_has_few_faults(kind: type[WireModel]) -> None:
+    # Making a fault takes microseconds and a kilobyte, on the event loop; a body has room for millions.
+    many = {f"key{i}": object() for i in range(5000)}
+    bodies = [
+        many,
+        *({name: [object()] * 5000} for name in kind.model_fields),
+        *({name: many} for name in kind.model_fields),
+    ]
+    for body in bodies:
+        try:
+            kind.model_validate(body)
+        except ValidationError as error:
+            assert error.error_count() < 20, error.errors()[:20]
 
 
 def test_a_number_too_large_for_a_double(client: httpx.Client) -> None:

@@ -31,7 +31,10 @@ def _completions(prompt: Any, **fields: Any) -> list[GenerateCall]:
 def _rendered(messages: Any, **fields: Any) -> dict[str, Any]:
     text = FakeText()
     chat_token_ids(
-        read_body({"model": FAKE_MODEL, "messages": messages, **fields}, ChatBody), fields.get("tools"), text
+        read_body({"model": FAKE_MODEL, "messages": messages, **fields}, ChatBody),
+        fields.get("tools"),
+        fake_model(),
+        text,
     )
     return text.rendered[0]
 

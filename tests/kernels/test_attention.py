@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.kernels.attention.plan import LaneSpan, plan_attention
-from espalier.kernels.attention.reference import paged_attention
+from espalier.kernels.attention.reference import Workspace, paged_attention
 
 BLOCK = 16
 HEADS = [(4, 4, 64), (4, 2, 64), (6, 1, 32)]
@@ -23,6 +23,7 @@ class Cache:
         shape = (self.zero_block + 1, kv_heads, BLOCK, head_dim)
         self.keys, self.values = torch.full(shape, math.nan, dtype=dtype), torch.full(shape, math.nan, dtype=dtype)
         self.keys[-1], self.values[-1] = 0.0, 0.0
+        self.workspace = Workspace()
         self.blocks, self.k, self.v = [], [], []
         for length, blocks in zip(lengths, ids.split([*counts, 3]), strict=False):
             k, v = (torch.randn(length, kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
@@ -40,7 +41,7 @@ class Cache:
         padded = torch.zeros(-(-row // 8) * 8, *q.shape[1:])
         padded[:row] = q
         plan = plan_attention(spans, num_kv_heads=self.keys.shape[1], block_size=BLOCK, zero_block=self.zero_block)
-        return paged_attention(padded, self.keys, self.values, plan)[:row]
+        return paged_attention(padded, self.keys, self.values, plan, self.workspace)[:row]
 
     def exact(self, q: torch.Tensor, sequence: int, start: int) -> torch.Tensor:
         """The definition, in fp64."""

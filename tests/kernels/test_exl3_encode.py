@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from espalier.kernels.exl3.codebook import Codebook
-from espalier.kernels.exl3.encode import _regularize, best_scale, encode_linear, relative_error
+from espalier.kernels.exl3.encode import _regularize, best_scale, encode_linear, gaussian_scale, relative_error
 from espalier.kernels.exl3.reference import effective_weight
 from espalier.kernels.hadamard.reference import transform_inputs, transform_outputs
 
@@ -72,5 +72,13 @@ def test_seed_decides_the_signs_and_nothing_else_is_random() -> None:
 
 def test_scale_is_near_the_formats_table() -> None:
     # 5.5: .55 to .75 is best for a beam; the clipped mul1 codebook asks for less than the others.
-    assert 0.55 <= best_scale(6, Codebook.MUL1) <= 0.75
-    assert best_scale(6, Codebook.MUL1) < best_scale(6, Codebook.MCG)
+    assert 0.55 <= gaussian_scale(6, Codebook.MUL1) <= 0.75
+    assert gaussian_scale(6, Codebook.MUL1) < gaussian_scale(6, Codebook.MCG)
+
+
+def test_long_tails_take_a_smaller_scale() -> None:
+    gaussian = torch.randn(64, 256)
+    long_tailed = gaussian * torch.randn(64, 256)
+    scales = [best_scale(tiles / tiles.std() * 1.2437, 6, Codebook.MUL1) for tiles in (gaussian, long_tailed)]
+    assert abs(scales[0] / gaussian_scale(6, Codebook.MUL1) - 1) < 0.1
+    assert scales[1] < 0.85 * scales[0]

@@ -198,6 +198,13 @@ def test_queued_and_running_requests_end_at_their_deadlines() -> None:
         assert_all_free(run.engine)
 
 
+def test_a_deadline_may_be_further_away_than_a_lock_can_wait() -> None:
+    shard = FakeShard(fake_info())
+    with running(make_engine(shard)) as run:
+        run.run(make_request("patient", range(30), deadline=1e300))
+        assert_exact(run, shard, "patient")
+
+
 def test_a_full_queue_turns_away_and_says_when_to_come_back() -> None:
     gate = Gate()
     shard = FakeShard(fake_info(eos=()), on_step=gate)

@@ -25,7 +25,9 @@ OUT_OF_RANGE: tuple[tuple[str, Any], ...] = (
     ("min_tokens", 1_000_000),
     ("stop", [""]),
     ("stop", [str(i) for i in range(17)]),
+    ("stop", ["x" * 1025]),
     ("stop_token_ids", [100_000]),
+    ("stop_token_ids", [1] * 1025),
     ("n", 0),
     ("n", 17),
 )
