@@ -17,6 +17,7 @@ from espalier.cluster.catalog import ServedText
 from espalier.cluster.config import ClusterConfig, ServedModel
 from espalier.cluster.discovery import Discovery
 from espalier.cluster.gateway import Gateway
+from espalier.cluster.ingress.disconnect import STALLED_S
 from espalier.cluster.ingress.grpc import start_grpc_server
 from espalier.cluster.ingress.http import build_http_app
 from espalier.cluster.logs import LogConfig, configure_logging
@@ -100,4 +101,7 @@ class GatewayServer:
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises OSError when the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    # Connections inherit it: the kernel resets one whose peer is dead, or whose window has been shut for so long.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_S * 1000)
+    return listener

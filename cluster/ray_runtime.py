@@ -19,6 +19,8 @@ from pathlib import Path
 import ray
 from ray import serve
 
+from espalier.replicas.errors import EngineError
+
 # Set only where the user has not. Usage reports, metrics agents and idle workers are of no use to a cluster of one machine, and OpenMP's threads
 # must not spin while they wait: replicas share the cores.
 LEAN_ENVIRONMENT = {
@@ -47,7 +49,10 @@ class RayOptions:
 
 
 class RayRuntime:
-    """Ray and Serve, started or joined. temp_dir: exists only for a Ray that was started here, and is removed with it."""
+    """Ray and Serve, started or joined. temp_dir: exists only for a Ray that was started here, and is removed with it.
+
+    Raises EngineError when Ray cannot be started or joined.
+    """
 
     def __init__(self, options: RayOptions, *, cpus_asked: float) -> None:
         self.temp_dir: Path | None = None
@@ -64,6 +69,9 @@ class RayRuntime:
                     self._start(options, cpus_asked)
                 http_options = {"host": SERVE_HOST, "port": _free_or_other(SERVE_PORT)}
                 serve.start(proxy_location="HeadOnly", http_options=http_options)
+        except Exception as error:
+            self.stop(())
+            raise EngineError(f"Ray cannot start: {error}") from error
         except BaseException:
             self.stop(())
             raise

@@ -14,11 +14,13 @@ from espalier.cluster.app import RunningCluster, start_cluster
 from espalier.cluster.config import ClusterConfig
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# One request for a stop can arrive twice: `timeout` and service managers signal a whole group, and `make` passes on what it gets.
+ECHO_S = 1.0
 QUESTION = "What is the capital of France?"
 
 
 class StopSignal:
-    """SIGTERM and SIGINT. The first asks for a stop, and interrupts a start that is still under way; the second ends the process at once.
+    """SIGTERM and SIGINT. The first asks for a stop, and interrupts a start that is still under way; a later one ends the process at once.
 
     A thread counts them, told by the interpreter's wakeup descriptor: handlers run in the main thread, and only when it is back from C code;
     and Ray puts one of its own in place of ours when it starts.
@@ -48,15 +50,21 @@ class StopSignal:
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         if self._starting:
+            # Once only: what it ends has to be cleaned up.
+            self._starting = False
             raise KeyboardInterrupt
 
     def _count(self) -> None:
+        asked_at = None
         while True:
             (number,) = os.read(self._numbers, 1)
-            if number in STOP_SIGNALS:
-                if self._asked.is_set():
-                    os._exit(128 + number)
+            if number not in STOP_SIGNALS:
+                continue
+            if asked_at is None:
+                asked_at = time.monotonic()
                 self._asked.set()
+            elif time.monotonic() - asked_at > ECHO_S:
+                os._exit(128 + number)
 
 
 def serve(config: ClusterConfig) -> int:

@@ -5,6 +5,7 @@ Knows how one value is read. Which of several values counts is config.py's busin
 """
 
 import difflib
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
@@ -66,9 +67,16 @@ def _one_of(*choices: str) -> Kind:
     return Kind(f"one of {', '.join(choices)}", "|".join(choices), (str,), convert)
 
 
+def _finite(value: str | int | float) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(value)
+    return number
+
+
 INTEGER = Kind("a whole number", "N", (int,), int)
-NUMBER = Kind("a number", "X", (int, float), float)
-SECONDS = Kind("a number of seconds", "SECONDS", (int, float), float)
+NUMBER = Kind("a number", "X", (int, float), _finite)
+SECONDS = Kind("a number of seconds", "SECONDS", (int, float), _finite)
 TEXT = Kind("some text", "TEXT", (str,), _text)
 MODEL = Kind("a folder or a hub id", "PATH|HUB_ID", (str,), _text)
 PATH = Kind("a path", "PATH", (str,), _path)

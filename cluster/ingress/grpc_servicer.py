@@ -16,12 +16,14 @@ from google.protobuf.message import Message
 
 from espalier.cluster.call import GenerateGateway
 from espalier.cluster.ingress import grpc_wire
+from espalier.cluster.ingress.disconnect import STALLED_S
 from espalier.cluster.ingress.errors import grpc_status, wire_error
 from espalier.cluster.ingress.grpc_auth import CLIENT
 from espalier.cluster.ingress.grpc_status import abort
 from espalier.cluster.ingress.openai_reply import raise_failure
 from espalier.cluster.ingress.pb import inference_pb2 as pb
 from espalier.cluster.ingress.sampling_fields import check_token_ids, deadline_after
+from espalier.replicas.errors import RequestFailedError
 
 SERVICE = "espalier.v1.InferenceService"
 
@@ -95,7 +97,7 @@ class InferenceServicer:
             async for choice in choices:
                 message = grpc_wire.response(call, choice, text, token_ids=request.output.return_token_ids)
                 if message is not None:
-                    await context.write(message)
+                    await _write(context, message)
                 if choice.event.finish is not None:
                     # A choice that failed ends the whole call: errors are statuses, never messages in the stream.
                     raise_failure(choice.event.finish)
@@ -115,6 +117,15 @@ class InferenceServicer:
 
     async def _list_models(self, _request: pb.ListModelsRequest, _context: Context) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[grpc_wire.model(info) for info in self._gateway.models()])
+
+
+async def _write(context: Context, message: Message) -> None:
+    """Returns when the client has room for more. Raises RequestFailedError when it has had none for STALLED_S seconds."""
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await context.write(message)
+    except TimeoutError:
+        raise RequestFailedError(f"the client has taken nothing of its reply for {STALLED_S} s") from None
 
 
 def _serialize(message: Message) -> bytes:

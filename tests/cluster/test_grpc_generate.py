@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from espalier.cluster.ingress import grpc_servicer
 from espalier.cluster.ingress.pb import inference_pb2 as pb
 from espalier.cluster.ingress.pb.inference_pb2_grpc import InferenceServiceStub
 from espalier.replicas.errors import (
@@ -324,6 +325,23 @@ def test_fifty_clients_that_leave_leave_nothing(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         run(main())
     assert caplog.records == []
+
+
+def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_servicer, "STALLED_S", 0.2)
+
+    async def main() -> None:
+        gateway = FakeGateway(FakeReply(texts=("x" * 4000,), chunk=1))
+        # The client's window stays at 64 kB, and nothing asks for more.
+        async with serving(gateway, channel_options=[("grpc.http2.bdp_probe", 0)]) as channel:
+            stream = InferenceServiceStub(channel).Generate(request(output={"logprobs": 20}))
+            await until(lambda: len(gateway.aborted) == 1)
+            assert not gateway.open
+            stream.cancel()
+            assert (await generate(channel, request())).code is grpc.StatusCode.OK
+        assert ("Generate", "INTERNAL") in gateway.metrics.grpc
+
+    run(main())
 
 
 def test_a_stopping_server_lets_calls_finish_and_then_cancels_them() -> None:

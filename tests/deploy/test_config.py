@@ -125,6 +125,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     [
         ("ESPALIER_MAX_LANE", "3", "ESPALIER_MAX_LANE: unknown variable (did you mean ESPALIER_MAX_LANES?)"),
         ("ESPALIER_MAX_LANES", "x", "ESPALIER_MAX_LANES: must be a whole number, not 'x'"),
+        ("ESPALIER_CPUS", "inf", "ESPALIER_CPUS: must be a number, not 'inf'"),
+        ("ESPALIER_DRAIN_TIMEOUT", "nan", "ESPALIER_DRAIN_TIMEOUT: must be a number of seconds, not 'nan'"),
         ("ESPALIER_LOG_JSON", "maybe", "ESPALIER_LOG_JSON: must be true or false, not 'maybe'"),
         ("ESPALIER_BLOCK_SIZE", "17", "ESPALIER_BLOCK_SIZE: must be 16, 32, 64 or 128 tokens"),
     ],

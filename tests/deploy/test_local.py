@@ -3,13 +3,14 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from espalier.cluster.config import ClusterConfig, GatewayConfig, ServedModel
-from espalier.deploy.local import greeting
+from espalier.deploy.local import ECHO_S, greeting
 from espalier.replicas.config import EngineConfig
 from tests.support.tiny import make_tiny_checkpoint
 
@@ -66,9 +67,20 @@ def test_a_second_signal_ends_it_at_once(start: Start) -> None:
     read_until(process, "curl")
     process.send_signal(signal.SIGTERM)
     read_until(process, "stop within")
+    time.sleep(ECHO_S)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=WAIT_S / 2)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_signal_that_comes_twice_is_one(start: Start) -> None:
+    process = start("starts", "stops")
+    read_until(process, "curl")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert "stop within" in out
 
 
 @pytest.mark.parametrize(("how", "sign"), [("hangs", "starting"), ("hangs-in-ray", "ray starts")])

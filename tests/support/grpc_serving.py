@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,13 @@ WAIT_S = 10.0
 
 
 @contextlib.asynccontextmanager
-async def serving(gateway: FakeGateway, **config: Any) -> AsyncGenerator[grpc.aio.Channel, None]:
+async def serving(
+    gateway: FakeGateway, channel_options: Sequence[tuple[str, Any]] = (), **config: Any
+) -> AsyncGenerator[grpc.aio.Channel, None]:
     """A channel to a server of `gateway` on a free port; both are gone afterwards."""
     server, port = await start_grpc_server(gateway, GatewayConfig(grpc_port=0, **config))
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", channel_options) as channel:
             yield channel
     finally:
         await server.stop(None)

@@ -1,0 +1,23 @@
+"""RayRuntime: a Ray that cannot be started is told in one sentence, and leaves nothing behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from espalier.cluster import ray_runtime
+from espalier.cluster.ray_runtime import RayOptions, RayRuntime
+from espalier.replicas.errors import EngineError
+
+
+def test_a_ray_that_cannot_start_is_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def init(**_: Any) -> None:
+        raise Exception("the node timed out")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray_runtime.tempfile, "mkdtemp", lambda **_: str(tmp_path / "ray"))
+    (tmp_path / "ray").mkdir()
+    with pytest.raises(EngineError, match="Ray cannot start: the node timed out"):
+        RayRuntime(RayOptions(), cpus_asked=1.0)
+    assert not (tmp_path / "ray").exists()
