@@ -23,7 +23,12 @@ class ServedModel:
     num_gpus: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(bool(self.name) and not self.name.isspace(), "name", "a model needs a name")
+        _require(bool(self.name), "name", "a model needs a name")
+        _require(
+            self.name.isprintable() and self.name == self.name.strip(),
+            "name",
+            "must be printable, without outer spaces",
+        )
         _require(self.num_replicas >= 1, "replicas", "must be at least 1")
         _require(self.num_cpus >= 0, "num_cpus", "must be at least 0")
         _require(self.num_gpus >= 0, "num_gpus", "must be at least 0")

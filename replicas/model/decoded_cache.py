@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.replicas.errors import CheckpointError
+from espalier.replicas.errors import InvalidRequestError
 
 _HEADER_BYTES = 4096
 _ALIGNMENT = 4096  # of every array: BLAS may choose its code by alignment, and pages are shared whole
@@ -41,7 +41,7 @@ def open_decoded(folder: Path, stem: str, key: str, shapes: Shapes, fill: Callab
 
     fill(name, out): must write all of `out`, fp32 of the named shape. key: names the content; files of the same stem with other keys are
     removed, being of weights that are no more. The tensors are private to this process if written to (nobody should).
-    Raises CheckpointError when the folder cannot be written.
+    Raises InvalidRequestError when the folder cannot be written.
     """
     file = folder / f"{stem}-{key}.f32"
     try:
@@ -55,7 +55,9 @@ def open_decoded(folder: Path, stem: str, key: str, shapes: Shapes, fill: Callab
                         other.unlink(missing_ok=True)
             return Decoded(_map(file, shapes), crc)
     except OSError as e:
-        raise CheckpointError(f"{file}: decoded weights cannot be kept: {e.strerror}", param="cache_dir") from e
+        raise InvalidRequestError(
+            f"cache_dir: decoded weights cannot be kept in {file}: {e.strerror}", param="cache_dir"
+        ) from e
 
 
 @contextlib.contextmanager

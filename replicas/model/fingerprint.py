@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from espalier.replicas.errors import CheckpointError
+from espalier.replicas.errors import CheckpointError, InvalidRequestError
 from espalier.replicas.model.checkpoint import Checkpoint
 
 
@@ -56,11 +56,11 @@ def check_record(checkpoint: Checkpoint, found: Fingerprint, cache_dir: Path) ->
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Write a small file whole or not at all. Raises CheckpointError when the folder cannot be written."""
+    """Write a small file whole or not at all. Raises InvalidRequestError when the folder cannot be written."""
     unfinished = file.with_suffix(f".{os.getpid()}.unfinished")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, file)
     except OSError as e:
-        raise CheckpointError(f"{file}: cannot be written: {e.strerror}", param="cache_dir") from e
+        raise InvalidRequestError(f"cache_dir: {file} cannot be written: {e.strerror}", param="cache_dir") from e

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from espalier.cluster.config import ClusterConfig
+from espalier.cluster.config import ClusterConfig, ServedModel
 from espalier.deploy.config import LocatedModel, advice, compose, dump, resolve
 from espalier.deploy.options import BY_NAME, OPTIONS, OWNERS
+from espalier.replicas.config import EngineConfig
 from espalier.replicas.errors import InvalidRequestError
 
 
@@ -113,6 +114,13 @@ def test_the_file_is_refused_by_key(write, text: str, message: str) -> None:
         config_of(file=write(text))
     assert message in caught.value.message
     assert "serve.yaml" in caught.value.message or "name of its own" in message
+
+
+@pytest.mark.parametrize("name", ["", " tiny", "tiny\n", "ti\tny"])
+def test_a_name_can_be_printed_as_it_is(name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="name") as caught:
+        ServedModel(name=name, engine=EngineConfig(model_path=Path("folder")))
+    assert caught.value.param == "name"
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

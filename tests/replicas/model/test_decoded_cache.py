@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from espalier.replicas.errors import CheckpointError
+from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.decoded_cache import Decoded, open_decoded
 
 SHAPES = {"a": (3, 5, 7), "b": (2, 1000, 3), "c": (1,)}
@@ -108,6 +108,6 @@ def test_of_two_that_start_at_once_one_decodes(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="m-k") as caught:
+    with pytest.raises(InvalidRequestError, match="m-k") as caught:
         open_decoded(tmp_path / "file", "m", "k", SHAPES, Filler())
     assert caught.value.param == "cache_dir"
