@@ -197,7 +197,7 @@ def test_when_one_choice_fails_the_others_are_closed() -> None:
 
 def test_keepalives_before_a_late_first_token_and_then_an_error_event() -> None:
     config = GatewayConfig(keepalive_s=0.01)
-    reply = FakeReply(refusal=QueueFullError("full"), first_delay_s=0.1)
+    reply = FakeReply(refusal=QueueFullError("full"), first_delay_s=1.0)
     response = _ask(FakeGateway(reply), "POST", "/v1/chat/completions", config, json={**CHAT, "stream": True})
     assert response.status_code == 200
     assert response.text.startswith(": keepalive\n\n")
@@ -206,7 +206,7 @@ def test_keepalives_before_a_late_first_token_and_then_an_error_event() -> None:
 
 def test_keepalives_stop_with_the_first_token() -> None:
     config = GatewayConfig(keepalive_s=0.01)
-    reply = FakeReply(first_delay_s=0.05, gap_s=0.05)
+    reply = FakeReply(first_delay_s=1.0, gap_s=0.05)
     text = _ask(FakeGateway(reply), "POST", "/v1/chat/completions", config, json={**CHAT, "stream": True}).text
     assert text.startswith(": keepalive\n\n")
     assert ": keepalive" not in text[text.index("data: ") :]
