@@ -1,6 +1,6 @@
 """The canary: a fixed prompt whose tokens and log-probabilities must be, at every start, what they were at the first load.
 
-The record is keyed by weights and arithmetic, so other weights or another machine make one of their own; what it catches is the same
+The record is keyed by weights, arithmetic and its own length, so other weights or another machine make one of their own; what it catches is the same
 weights on the same arithmetic giving another answer. Knows a shard by its steps only.
 """
 
@@ -36,10 +36,12 @@ def check_canary(shard: StepRunner, cache_dir: Path) -> str:
 
     Uses blocks 0, 1, ... of the cache; nothing may be live there. Raises CheckpointError when the answer changed.
     """
-    tokens = _answer(shard)
-    found = {"token_sha256": token_sha256([token.token_id for token in tokens]), "logprobs_sha256": _digest(tokens)}
     info = shard.info
-    file = cache_dir.expanduser() / "records" / f"canary-{info.weights_id}-{info.numerics_id}.json"
+    # A context too short for all of it has a record of its own.
+    num_tokens = min(_PROMPT_TOKENS + _NEW_TOKENS, info.max_context)
+    tokens = _answer(shard, num_tokens)
+    found = {"token_sha256": token_sha256([token.token_id for token in tokens]), "logprobs_sha256": _digest(tokens)}
+    file = cache_dir.expanduser() / "records" / f"canary-{info.weights_id}-{info.numerics_id}-{num_tokens}.json"
     if not file.exists():
         write_atomically(file, json.dumps(found, indent=1))
         return found["token_sha256"]
@@ -55,9 +57,8 @@ def check_canary(shard: StepRunner, cache_dir: Path) -> str:
     return found["token_sha256"]
 
 
-def _answer(shard: StepRunner) -> list[SampledToken]:
+def _answer(shard: StepRunner, num_tokens: int) -> list[SampledToken]:
     info = shard.info
-    num_tokens = min(_PROMPT_TOKENS + _NEW_TOKENS, info.max_context)
     num_prompt = num_tokens - min(_NEW_TOKENS, num_tokens - 1)
     prompt = tuple((7919 * i + 11) % info.vocab_size for i in range(num_prompt))
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens - num_prompt, logprobs=_LOGPROBS, ignore_eos=True)

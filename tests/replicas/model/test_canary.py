@@ -48,3 +48,10 @@ def test_an_unreadable_record_is_named(shard: Shard, tmp_path: Path) -> None:
     record.write_text("{")
     with pytest.raises(CheckpointError, match=record.name):
         check_canary(shard, tmp_path / "cache")
+
+
+def test_a_context_too_short_for_it_has_its_own_record(shard: Shard, tmp_path: Path) -> None:
+    check_canary(shard, tmp_path / "cache")
+    shard.info = replace(shard.info, max_context=9)
+    short = check_canary(shard, tmp_path / "cache")
+    assert check_canary(shard, tmp_path / "cache") == short
