@@ -31,6 +31,7 @@ _REGULAR_RMS = 1.24371088
 _ZERO = 1e-30
 # Scales tried on Gaussian tiles, and on a sample of each linear around the best of those.
 _SCALES = tuple(0.5 + 0.075 * i for i in range(8))
+_SCALE_STEPS = 64
 _SCALE_SAMPLE_TILES = 96
 _SCALE_FACTORS = (0.7, 0.8, 0.9, 1.0, 1.1)
 _LINEAR_SAMPLE_TILES = 48
@@ -138,7 +139,9 @@ def _search_scale(sample: Tensor, rate: float, name: Codebook, scales: Sequence[
     left, middle, right = errors[best - 1 : best + 2].tolist()
     curvature = left - 2 * middle + right
     offset = max(-1.0, min(1.0, (left - right) / (2 * curvature))) if curvature > 0 else 0.0
-    return scales[best] + offset * (scales[1] - scales[0])
+    scale = scales[best] + offset * (scales[1] - scales[0])
+    # On a grid much finer than the optimum is sharp: another machine's last bits shall not give every tile another ring.
+    return round(scale * _SCALE_STEPS) / _SCALE_STEPS
 
 
 def _refit(weight: Tensor, inner: Tensor, suh: Tensor, svh: Tensor) -> tuple[Tensor, Tensor]:
