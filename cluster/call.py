@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from espalier.replicas.request import SamplingParams, TokenEvent
 
+# A client that takes nothing of its reply for so long has left; it would hold its place at the gateway for ever.
+STALLED_S = 60
 # The client of a call that no key was needed for.
 ANONYMOUS = "-"
 

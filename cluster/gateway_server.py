@@ -13,11 +13,11 @@ from typing import Any
 import uvicorn
 
 from espalier import __version__
+from espalier.cluster.call import STALLED_S
 from espalier.cluster.catalog import ServedText
 from espalier.cluster.config import ClusterConfig, ServedModel
 from espalier.cluster.discovery import Discovery
 from espalier.cluster.gateway import Gateway
-from espalier.cluster.ingress.disconnect import STALLED_S
 from espalier.cluster.ingress.grpc import start_grpc_server
 from espalier.cluster.ingress.http import build_http_app
 from espalier.cluster.logs import LogConfig, configure_logging

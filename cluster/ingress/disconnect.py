@@ -1,13 +1,10 @@
-"""When a client counts as gone, and work for an HTTP client that ends when it is."""
+"""Work for an HTTP client that ends when the client leaves."""
 
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Receive
-
-# A client that takes nothing of its reply for so long has left; it would hold its place at the gateway for ever.
-STALLED_S = 60
 
 T = TypeVar("T")
 

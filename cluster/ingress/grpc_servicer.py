@@ -14,9 +14,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from espalier.cluster.call import GenerateGateway
+from espalier.cluster.call import STALLED_S, GenerateGateway
 from espalier.cluster.ingress import grpc_wire
-from espalier.cluster.ingress.disconnect import STALLED_S
 from espalier.cluster.ingress.errors import grpc_status, wire_error
 from espalier.cluster.ingress.grpc_auth import CLIENT
 from espalier.cluster.ingress.grpc_status import abort
@@ -61,6 +60,11 @@ class InferenceServicer:
             except asyncio.CancelledError:
                 self._count_cancelled(name, context)
                 raise
+            except grpc.aio.InternalError:
+                self._count_cancelled(name, context)
+                with contextlib.suppress(grpc.aio.InternalError):
+                    await context.abort(grpc.StatusCode.CANCELLED, "the call is over")
+                return None
             except Exception as error:
                 shown = wire_error(error)
                 metrics.grpc_request(name, grpc_status(shown).name)
@@ -120,7 +124,10 @@ class InferenceServicer:
 
 
 async def _write(context: Context, message: Message) -> None:
-    """Returns when the client has room for more. Raises RequestFailedError when it has had none for STALLED_S seconds."""
+    """Returns when the client has room for more. Raises RequestFailedError when it has had none for STALLED_S seconds.
+
+    Raises grpc.aio.InternalError when the call is over already: gRPC may learn of that in a write before it cancels the handler.
+    """
     try:
         async with asyncio.timeout(STALLED_S):
             await context.write(message)

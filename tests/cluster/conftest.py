@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,10 +55,6 @@ class LiveCluster:
     def replica_pids(self) -> list[int]:
         """Processes of the engine replicas, by their titles."""
         return sorted(pid for pid in _descendants(os.getpid()) if "ServeReplica:espalier-engine" in _title(pid))
-
-    def kill_a_replica(self) -> None:
-        """kill -9, as the kernel does it when memory is short."""
-        os.kill(self.replica_pids()[0], signal.SIGKILL)
 
     def metric(self, name: str) -> list[float]:
         """The family's values, one a series."""

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
+from espalier.cluster.call import STALLED_S
 from espalier.cluster.gateway_server import _listen
-from espalier.cluster.ingress.disconnect import STALLED_S
 
 
 def test_connections_of_clients_that_take_nothing_are_reset() -> None:

@@ -327,6 +327,35 @@ def test_fifty_clients_that_leave_leave_nothing(caplog: pytest.LogCaptureFixture
     assert caplog.records == []
 
 
+def test_a_write_that_finds_the_call_over_counts_as_a_client_that_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC may tell of a client's leaving by a failing write before it cancels the handler."""
+
+    async def gone(_self: Any, _message: Any) -> None:
+        raise grpc.aio.InternalError("the call is over")
+
+    async def main() -> None:
+        gateway = FakeGateway()
+        async with serving(gateway) as channel:
+            with monkeypatch.context() as patch:
+                patch.setattr(grpc_servicer, "_write", _write_to(gone))
+                assert (await generate(channel, request())).code is grpc.StatusCode.CANCELLED
+            assert gateway.metrics.grpc == [("Generate", "CANCELLED")]
+            assert not gateway.open
+        assert gateway.metrics.disconnects == ["grpc"]
+
+    run(main())
+
+
+def _write_to(write: Any) -> Any:
+    """The servicer's own write, into a context whose write is this one."""
+    own = grpc_servicer._write
+
+    async def into(_context: Any, message: Any) -> None:
+        await own(type("Gone", (), {"write": write})(), message)
+
+    return into
+
+
 def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_servicer, "STALLED_S", 0.2)
 
