@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.cluster.conftest import LiveCluster
+from tests.cluster.conftest import LiveCluster, wait_until
 from tests.support.cluster_clients import GRPC, HTTP_STREAMED, HTTP_WHOLE, Answer, Ask, Roads
 
 pytestmark = pytest.mark.cluster
@@ -20,16 +20,21 @@ def test_a_killed_replica_loses_no_request_silently_and_is_replaced(cluster: Liv
     # Looked for before there is load: it takes a while, and the load may be over by then.
     victim = cluster.replica_pids()[0]
 
+    def generated() -> list[float]:
+        return cluster.metric("espalier_generation_tokens_total")
+
     async def under_load() -> tuple[list[Answer], Answer]:
         async with Roads(cluster.http_url, cluster.grpc_address, cluster.model) as roads:
             before = await roads.http_whole(GREEDY)
+            cluster.wait_until_idle()
+            idle = generated()
             ways = [HTTP_WHOLE, HTTP_STREAMED, GRPC]
             answers = [asyncio.create_task(ways[i % 3](roads, ask)) for i, ask in enumerate(asks)]
-            pilot = roads.http_events(Ask(content="Pilot", max_tokens=150))
-            for _ in range(5):
-                await anext(pilot)
+            # Figures come once a second: by then every replica has requests with tokens.
+            await asyncio.to_thread(
+                wait_until, lambda: all(now > then for now, then in zip(generated(), idle, strict=True)), "all generate"
+            )
             os.kill(victim, signal.SIGKILL)
-            await pilot.aclose()
             return await asyncio.gather(*answers), before
 
     async def afterwards() -> list[Answer]:
