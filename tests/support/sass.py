@@ -1,0 +1,84 @@
+"""Compile a Triton or Gluon kernel for any NVIDIA architecture, without a GPU, and read the machine code: loops, registers, spills.
+
+Knows no kernel. Needs Triton for Linux, whose wheel brings the assembler and the disassembler.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# cuobjdump prints one instruction a line: an address in a comment, a guard perhaps, opcode, operands; then, for some architectures, what to
+# wait for, and the encoding in a comment.
+_INSTRUCTION = re.compile(
+    r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?)(?:;|\s[&?]|/\*)", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineCode:
+    """registers, stack: registers and bytes of stack of a thread; what is spilled goes to the stack.
+
+    instructions: (address, opcode with its suffixes, operands) in order; empty where the disassembler does not know the architecture.
+    """
+
+    registers: int
+    stack: int
+    instructions: tuple[tuple[int, str, str], ...]
+
+    def longest_loop(self) -> Counter[str]:
+        """Opcodes, without suffixes, from the target of a backward branch to the branch; the widest such range that encloses no other."""
+        loops = []
+        for address, opcode, operands in self.instructions:
+            target = re.search(r"0x([0-9a-f]+)\s*$", operands)
+            if opcode.split(".")[0] == "BRA" and target and int(target[1], 16) < address:
+                loops.append((int(target[1], 16), address))
+        inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+        start, end = max(inner, key=lambda loop: loop[1] - loop[0])
+        return Counter(op.split(".")[0] for address, op, _ in self.instructions if start <= address <= end)
+
+
+def compile_kernel(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, num_warps: int, **options: Any
+) -> MachineCode:
+    """kernel: a jitted function of Triton or Gluon. types: Triton's name of the type of each other argument ("*fp16", "i32"); pointers are
+    taken to be aligned to 16 bytes. capability: 90 for compute capability 9.0."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types.get(name, "")[:1] == "*"
+    }
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    compiled = triton.compile(
+        source(kernel, signature, dict(constants), aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": num_warps, **options},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", _dump("-res-usage", file.name))
+        try:
+            sass = _dump("-sass", file.name)
+        except subprocess.CalledProcessError as error:
+            if "Cannot decode architecture" not in error.stdout + error.stderr:
+                raise
+            sass = ""
+    assert usage
+    instructions = tuple((int(a, 16), opcode, operands) for a, opcode, operands in _INSTRUCTION.findall(sass))
+    return MachineCode(int(usage[1]), int(usage[2]), instructions)
+
+
+def _dump(what: str, cubin: str) -> str:
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(nvidia.__path__[0]) / "bin" / "cuobjdump"
+    return subprocess.run([tool, what, cubin], check=True, capture_output=True, text=True).stdout
