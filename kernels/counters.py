@@ -31,5 +31,9 @@ class Scratch:
 
     def require(self, size: ScratchSize) -> None:
         """A launch that was not reserved for is our own mistake: it must never grow memory by itself."""
-        assert self.counters.numel() >= size.counters, f"{size.counters} counters needed, {self.counters.numel()} reserved"
-        assert self.partials.numel() >= size.partials, f"{size.partials} partials needed, {self.partials.numel()} reserved"
+        assert self.counters.numel() >= size.counters, (
+            f"{size.counters} counters needed, {self.counters.numel()} reserved"
+        )
+        assert self.partials.numel() >= size.partials, (
+            f"{size.partials} partials needed, {self.partials.numel()} reserved"
+        )
