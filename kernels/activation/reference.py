@@ -1,7 +1,9 @@
-"""The gate of a SwiGLU MLP."""
+"""The gate of a SwiGLU MLP: as the CPU path takes it, and as every device can."""
 
 import torch
 from torch import Tensor
+
+from espalier.kernels.elementary import exp_f32
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -12,3 +14,12 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """
     denominator = torch.exp(gate.neg().contiguous()).add_(1.0)
     return (gate / denominator).mul_(up)
+
+
+def silu_mul_ieee(gate: Tensor, up: Tensor) -> Tensor:
+    """What the kernels compute: as `silu_mul`, with `exp_f32` for torch.exp, so with the same bits on every device -> fp32.
+
+    gate and up may be fp16 or bf16 and are widened first.
+    """
+    gate = gate.float()
+    return (gate / exp_f32(-gate).add_(1.0)).mul_(up.float())

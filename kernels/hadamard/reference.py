@@ -32,9 +32,14 @@ def butterfly(x: Tensor) -> Tensor:
 
 
 def rotate_input(x: Tensor, suh: Tensor) -> Tensor:
-    """fp16 x [rows, in], fp16 suh [in] -> fp16 [rows, in]: scale in fp16, transform in fp32, round."""
-    assert x.dtype == torch.float16 and suh.dtype == torch.float16
-    return (butterfly((x * suh).float()) * SCALE).half()
+    """x [rows, width], fp16 suh [in] -> fp16 [rows, in]: scale, transform in fp32, round. width <= in: x is continued by zeros.
+
+    An fp16 x is scaled in fp16, bf16 and fp32 in fp32.
+    """
+    assert suh.dtype == torch.float16
+    x = torch.nn.functional.pad(x, (0, suh.shape[-1] - x.shape[-1]))
+    scaled = (x * suh).float() if x.dtype == torch.float16 else x.float() * suh.float()
+    return (butterfly(scaled) * SCALE).half()
 
 
 def rotate_output(sums: Tensor, svh: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embedding in the halves layout: dimension i turns with dimension i + head_dim / 2."""
+"""Rotary position embedding in the halves layout: dimension i turns with dimension i + rotary_dim / 2, the rest stay (partial rope)."""
 
 import torch
 from torch import Tensor
@@ -22,11 +22,16 @@ def rope_table(inverse_frequencies: Tensor, num_positions: int, cos_sin_scale: f
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x fp32 [rows, heads, head_dim] turned by its row's angles, cos and sin [rows, head_dim / 2]; a new tensor."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
+    """x [rows, heads, head_dim] turned by its row's angles, cos and sin [rows, rotary_dim / 2]; a new fp32 tensor.
+
+    rotary_dim may be less than head_dim: the dimensions from it on stay as they are. fp16 and bf16 are widened first.
+    """
+    x = x.float()
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     out = torch.empty_like(x)
     torch.sub(first * cos, second * sin, out=out[..., :half])
-    torch.add(second * cos, first * sin, out=out[..., half:])
+    torch.add(second * cos, first * sin, out=out[..., half : 2 * half])
+    out[..., 2 * half :] = x[..., 2 * half :]
     return out

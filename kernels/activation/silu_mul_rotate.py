@@ -1,0 +1,67 @@
+"""SiLU(gate) * up and the next linear's input rotation in one launch: kernel and launcher.
+
+Bits equal the unfused sequence: `reference.silu_mul_ieee` to fp32, then `hadamard/reference.rotate_input` of that. Every block of 128
+columns is computed alone.
+"""
+
+# Constexprs are written in capitals; device functions have no types.
+# ruff: noqa: N803
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from espalier.kernels.activation.silu_mul import FLOATS, gated
+from espalier.kernels.hadamard.rotate import SCALE, WARPS, block_tile, hadamard_128, launch_tile
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _silu_mul_rotate_kernel(
+    gate_up_ptr, suh_ptr, out_ptr, num_rows, width, stride, in_features, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    rows, columns = block_tile(tl.program_id(1), tl.program_id(0), ROWS, BLOCKS)
+    given = (rows < num_rows) & (columns < width)
+    gate_ptr = gate_up_ptr + rows.to(tl.int64) * stride + columns
+    y = gated(tl.load(gate_ptr, mask=given, other=0.0), tl.load(gate_ptr + width, mask=given, other=0.0))
+    inside = columns < in_features
+    suh = tl.load(suh_ptr + columns, mask=inside, other=0.0)
+    y = hadamard_128(y * suh.to(tl.float32)) * SCALE
+    tl.store(out_ptr + rows.to(tl.int64) * in_features + columns, y.to(tl.float16), mask=inside & (rows < num_rows))
+
+
+def silu_mul_rotate(gate_up: Tensor, suh: Tensor, out: Tensor) -> None:
+    """out[0] = the rotation, for the linear of suh[0], of SiLU(gate) * up kept in fp32.
+
+    gate_up [rows, 2 n] fp16, bf16 or fp32, gate and up side by side, dense rows of any stride. suh fp16 [1, in], in a multiple of 128 not
+    below n (zeros beyond n); out fp16 [1, rows, in]; both contiguous. Raises ValueError naming what does not fit.
+    """
+    num_rows, both = gate_up.shape
+    if gate_up.dtype not in FLOATS or gate_up.stride(1) != 1 or both % 2:
+        raise ValueError(
+            f"gate_up must be [rows, 2 n] of a float dtype with dense rows, not {gate_up.dtype} {tuple(gate_up.shape)}"
+        )
+    width, in_features = both // 2, suh.shape[1]
+    if (
+        suh.dtype != torch.float16
+        or not suh.is_contiguous()
+        or len(suh) != 1
+        or in_features % 128
+        or in_features < width
+    ):
+        raise ValueError(
+            f"suh must be contiguous fp16 [1, a multiple of 128 from {width} on], not {suh.dtype} {tuple(suh.shape)}"
+        )
+    if out.dtype != torch.float16 or not out.is_contiguous() or out.shape != (1, num_rows, in_features):
+        raise ValueError(
+            f"out must be contiguous fp16 {(1, num_rows, in_features)}, not {out.dtype} {tuple(out.shape)}"
+        )
+    if num_rows == 0:
+        return
+    rows, blocks = launch_tile(num_rows)
+    grid = (triton.cdiv(in_features, 128 * blocks), triton.cdiv(num_rows, rows))
+    _silu_mul_rotate_kernel[grid](
+        gate_up, suh, out, num_rows, width, gate_up.stride(0), in_features,
+        ROWS=rows, BLOCKS=blocks, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
