@@ -58,38 +58,16 @@ def fetch(
     async_copy.commit_group()
 
 
-@gluon.jit
-def find_slots(table, split, end, head, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr, CP: gl.constexpr):
-    """Rows of a cache viewed [blocks * KV_HEADS * BLOCK, HEAD_DIM] where every 16th key of the split's two halves lies."""
-    key = split * 256 + 16 * gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, CP)))
-    low_block = gl.load(table + key // BLOCK, mask=key < end, other=0)
-    high_block = gl.load(table + (key + 128) // BLOCK, mask=key + 128 < end, other=0)
-    place = key % BLOCK
-    return (low_block * KV_HEADS + head) * BLOCK + place, (high_block * KV_HEADS + head) * BLOCK + place
-
-
-@gluon.jit(
-    do_not_specialize=[
-        "q_stride",
-        "out_stride",
-        "table_stride",
-        "window",
-        "max_rows",
-        "tiles",
-        "stored",
-        "capacity",
-        "run",
-    ]
-)
+@gluon.jit(do_not_specialize=["q_stride", "out_stride", "table_stride", "window", "max_rows", "tiles", "stored"])
 def attend_split(
     q, keys, values, out, first_row, num_rows, start, tables, partials, maxima, q_stride, out_stride, table_stride, factor,
     window, max_rows, tiles, stored, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
     BLOCK: gl.constexpr, M: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (KV_HEADS * tiles, splits, lanes). Lanes of more than max_rows rows are left alone.
+    """Grid: (splits, KV_HEADS * tiles, lanes). Lanes of more than max_rows rows are left alone.
 
     S: buffers of the ring. Strides of q and out count 16 numbers. partials: [lanes, KV_HEADS, tiles, splits, stored (rows kept of a tile
-    of M), D]; maxima: [.., stored, 2], the largest and the total.
+    of M), D]; maxima: [.., 2, stored], the largest and the total.
     """
     W: gl.constexpr = 4
     WIDTH: gl.constexpr = 128 if HEAD_DIM > 64 else 64
@@ -101,19 +79,23 @@ def attend_split(
     CP: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // WIDTH, WIDTH // 8], [1, W, 1], [2, 1, 0])
     TYPE: gl.constexpr = keys.dtype.element_ty
     lane = gl.program_id(2)
-    head, tile, index = gl.program_id(0) // tiles, gl.program_id(0) % tiles, gl.program_id(1)
+    head, tile = gl.program_id(1) // tiles, gl.program_id(1) % tiles
     rows = gl.load(num_rows + lane)
     first_position = gl.load(start + lane)
     row0 = gl.load(first_row + lane)
-    table = tables + lane.to(gl.int64) * table_stride
     place = tile * M
     end = first_position + rows
     begin = gl.maximum(first_position + place // GROUP - window + 1, 0) // 256
     seen = gl.minimum(first_position + (place + M - 1) // GROUP + 1, end)
     splits = (seen + 255) // 256 - begin
-    if (rows <= max_rows) & (place < rows * GROUP) & (index < splits):
-        split = begin + index
-        low_slots, high_slots = find_slots(table, split, end, head, KV_HEADS, BLOCK, CP)
+    split = begin + gl.program_id(0)
+    if (rows <= max_rows) & (place < rows * GROUP) & (gl.program_id(0) < splits):
+        key = split * 256 + 16 * gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, CP)))
+        table = tables + lane.to(gl.int64) * table_stride
+        low_block = gl.load(table + key // BLOCK, mask=key < end, other=0)
+        high_block = gl.load(table + (key + 128) // BLOCK, mask=key + 128 < end, other=0)
+        low_slots = (low_block * KV_HEADS + head) * BLOCK + key % BLOCK
+        high_slots = (high_block * KV_HEADS + head) * BLOCK + key % BLOCK
         left = end - split * 256
         buffers = gl.allocate_shared_memory(TYPE, [S, 128, WIDTH], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
         for step in gl.static_range(S):
@@ -142,10 +124,10 @@ def attend_split(
                 fetch(buffers, keys, values, low_slots, high_slots, left, step + S, PIECES, WIDTH, HEAD_DIM, S, CP)
 
         r = place + gl.arange(0, M, gl.SliceLayout(1, ACC))
-        position = first_position + r // GROUP
+        # How many positions before the row a key of the low half lies: 0 <= age < window is what the row sees.
+        first_keys = split * 256 + gl.arange(0, 128, gl.SliceLayout(0, ACC))
+        age = (first_position + r // GROUP)[:, None] - first_keys[None, :]
         if (split * 256 + 255 > first_position) | (split * 256 + window < end):  # not every row sees every key
-            # How many positions before the row a key of the low half lies: 0 <= age < window is what the row sees.
-            age = position[:, None] - (split * 256 + gl.arange(0, 128, gl.SliceLayout(0, ACC)))[None, :]
             low = gl.where(age.to(gl.uint32) < window.to(gl.uint32), low, float("-inf"))
             high = gl.where((age - 128).to(gl.uint32) < window.to(gl.uint32), high, float("-inf"))
         low_largest, high_largest = gl.reduce((low, high), 1, larger)
@@ -165,7 +147,7 @@ def attend_split(
 
         alone = splits == 1
         share = gl.div_rn(gl.full_like(total, 1.0), total)
-        unit = ((lane * KV_HEADS + head) * tiles + tile).to(gl.int64) * gl.num_programs(1) + index
+        unit = ((lane * KV_HEADS + head) * tiles + tile).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
         kept = unit * stored + r - place
         real = r < rows * GROUP
         dc = gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
@@ -180,19 +162,18 @@ def attend_split(
                 mixed = mma_v2(low_weights, v, begun)
             else:
                 mixed = mma_v2(high_weights, v, mixed * keep)
-            if step + S < 4 * PIECES:
-                gl.thread_barrier()
-                fetch(buffers, keys, values, low_slots, high_slots, left, step + S, PIECES, WIDTH, HEAD_DIM, S, CP)
-            if step % 2 == 1:
                 d = (step // 2 - PIECES) * WIDTH + dc
                 mask = real[:, None] & (d < HEAD_DIM)[None, :]
                 if alone:
                     gl.store(outs[:, None] + d[None, :], (mixed * share[:, None]).to(out.dtype.element_ty), mask=mask)
                 else:
                     gl.store(partials + kept[:, None] * D + d[None, :], mixed, mask=mask)
+            if step + S < 4 * PIECES:
+                gl.thread_barrier()
+                fetch(buffers, keys, values, low_slots, high_slots, left, step + S, PIECES, WIDTH, HEAD_DIM, S, CP)
         if splits > 1:
-            gl.store(maxima + kept * 2, largest, mask=real)
-            gl.store(maxima + kept * 2 + 1, total, mask=real)
+            gl.store(maxima + unit * stored + kept, largest, mask=real)
+            gl.store(maxima + unit * stored + kept + stored, total, mask=real)
 
 
 def tile_rows(max_rows: int, group: int) -> int:
@@ -231,11 +212,11 @@ def launch(
     maxima = scratch.partials[size.partials // (width + 2) * width :]
     m = tile_rows(max_rows, group)
     visible = EVERY_KEY if window is None else window
-    attend_split[(kv_heads * tiles, splits, lanes.num_lanes)](
+    attend_split[(splits, kv_heads * tiles, lanes.num_lanes)](
         q, keys, values, out, lanes.first_row, lanes.num_rows, lanes.start, lanes.block_tables, scratch.partials, maxima,
         q.stride(0) // 16, out.stride(0) // 16, lanes.block_tables.stride(0), factor, visible, max_rows, tiles, stored,
         GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK=block_size, M=m, S=BUFFERS, num_warps=4,
-        maxnreg=168 if m == 16 and head_dim <= 128 else None, enable_fp_fusion=False,
+        maxnreg=168 if m == 16 else None, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         merge.launch(

@@ -27,34 +27,22 @@ BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
-def bring(desc, ring, stage, arrived, rows, column, BLOCK: gl.constexpr, CHUNKS: gl.constexpr, S: gl.constexpr):
-    """Begins to fill a stage: 128 keys, as cache blocks that begin at `rows`, times 64 * CHUNKS numbers from `column` on."""
+def bring(desc, ring, ready, free, unit, rows, column, BLOCK: gl.constexpr, CHUNKS: gl.constexpr, S: gl.constexpr):
+    """Fills the ring's unit: 128 keys, as cache blocks from `rows` on, times 64 * CHUNKS numbers from `column` on."""
     PAGES: gl.constexpr = 128 // BLOCK
     pages = ring._reinterpret(ring.dtype, [S * CHUNKS * PAGES, BLOCK, 64], BOX)
-    mbarrier.expect(arrived, 128 * 64 * CHUNKS * 2)
+    stage = unit % S
+    mbarrier.wait(free.index(stage), (unit // S & 1) ^ 1)
+    mbarrier.expect(ready.index(stage), 128 * 64 * CHUNKS * 2)
     for page in gl.static_range(PAGES):
         for c in gl.static_range(CHUNKS):
             at = pages.index((stage * CHUNKS + c) * PAGES + page)
-            tma.async_copy_global_to_shared(desc, [rows[page], column + c * 64], arrived, at)
-
-
-@gluon.jit
-def forget_unwritten(ring, stage, written, CHUNKS: gl.constexpr, S: gl.constexpr):
-    """Zeros in place of the values of keys from `written` on: 0 times what lies there may be NaN. One warp."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    strips = ring._reinterpret(ring.dtype, [S * CHUNKS * 16, 8, 64], BOX)
-    row = gl.arange(0, 8, gl.SliceLayout(1, L))
-    for strip in range(written // 8, 16):
-        for c in gl.static_range(CHUNKS):
-            at = strips.index((stage * CHUNKS + c) * 16 + strip)
-            v = at.load(L)
-            at.store(gl.where((strip * 8 + row < written)[:, None], v, gl.zeros_like(v)))
-    fence_async_shared()
+            tma.async_copy_global_to_shared(desc, [rows[page], column + c * 64], ready.index(stage), at)
 
 
 @gluon.jit
 def producer(
-    kd, vd, ring, ready, free, landed, table, head, piece, end, first, last, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr,
+    kd, vd, ring, ready, free, table, head, piece, end, first, last, KV_HEADS: gl.constexpr, BLOCK: gl.constexpr,
     PIECES: gl.constexpr, CHUNKS: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """For tiles first .. last - 1: all pieces of the keys, then one of the values. Blocks behind the lane's end repeat its last one."""
@@ -66,20 +54,24 @@ def producer(
             block = gl.load(table + gl.minimum(tile * PAGES + page, (end - 1) // BLOCK))
             rows = rows + ((block * KV_HEADS + head) * BLOCK,)
         for i in gl.static_range(PIECES):
-            stage = (unit + i) % S
-            mbarrier.wait(free.index(stage), ((unit + i) // S & 1) ^ 1)
-            bring(kd, ring, stage, ready.index(stage), rows, i * 128, BLOCK, CHUNKS, S)
-        unit += PIECES
-        stage = unit % S
-        mbarrier.wait(free.index(stage), (unit // S & 1) ^ 1)
-        if tile * 128 + 128 > end:  # once at most: the lane's last tile
-            bring(vd, ring, stage, landed.index(0), rows, piece * 128, BLOCK, CHUNKS, S)
-            mbarrier.wait(landed.index(0), 0)
-            forget_unwritten(ring, stage, end - tile * 128, CHUNKS, S)
-            mbarrier.arrive(ready.index(stage), count=1)
-        else:
-            bring(vd, ring, stage, ready.index(stage), rows, piece * 128, BLOCK, CHUNKS, S)
-        unit += 1
+            bring(kd, ring, ready, free, unit + i, rows, i * 128, BLOCK, CHUNKS, S)
+        bring(vd, ring, ready, free, unit + PIECES, rows, piece * 128, BLOCK, CHUNKS, S)
+        unit += PIECES + 1
+
+
+@gluon.jit
+def forget_unwritten(ring, stage, tile, end, CHUNKS: gl.constexpr, S: gl.constexpr):
+    """Zeros in place of values behind the lane's end: 0 times what lies there may be NaN. Both warpgroups do it: the same zeros twice."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    strips = ring._reinterpret(ring.dtype, [S * CHUNKS * 8, 16, 64], BOX)
+    row = gl.arange(0, 16, gl.SliceLayout(1, L))
+    for strip in range((end - tile * 128) // 16, 8):
+        for c in gl.static_range(CHUNKS):
+            at = strips.index((stage * CHUNKS + c) * 8 + strip)
+            v = at.load(L)
+            at.store(gl.where((tile * 128 + strip * 16 + row < end)[:, None], v, gl.zeros_like(v)))
+    fence_async_shared()
+    gl.thread_barrier()
 
 
 @gluon.jit
@@ -96,6 +88,7 @@ def consumer(
     A: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     TYPE: gl.constexpr = ring.dtype
+    end = first_position + rows
     place += WG * 64
     low_position = first_position + place // GROUP
     high_position = first_position + (place + 63) // GROUP
@@ -147,6 +140,8 @@ def consumer(
         unit += PIECES
         stage = unit % S
         mbarrier.wait(ready.index(stage), unit // S & 1)
+        if tile * 128 + 128 > end:
+            forget_unwritten(ring, stage, tile, end, CHUNKS, S)
         split_mixed = warpgroup_mma(weights, ring.index(stage), split_mixed, is_async=True)
         split_total = warpgroup_mma(weights, ones.permute((1, 0)), split_total, is_async=True)
         split_mixed, split_total = warpgroup_mma_wait(0, deps=[split_mixed, split_total])
@@ -195,8 +190,6 @@ def attend_chunk(
         fence_async_shared()
         ready = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-        landed = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(landed.index(0), count=1)
         for i in gl.static_range(S):
             mbarrier.init(ready.index(i), count=1)
             mbarrier.init(free.index(i), count=2)
@@ -206,7 +199,7 @@ def attend_chunk(
                             first, last, q_stride, out_stride, factor, window, GROUP, HEAD_DIM, PIECES, CHUNKS, S)),
                 (consumer, (1, q, out, queries, ring, ones, ready, free, row0, head, piece, place, rows, first_position,
                             first, last, q_stride, out_stride, factor, window, GROUP, HEAD_DIM, PIECES, CHUNKS, S)),
-                (producer, (kd, vd, ring, ready, free, landed, table, head, piece, end, first, last, KV_HEADS, BLOCK, PIECES,
+                (producer, (kd, vd, ring, ready, free, table, head, piece, end, first, last, KV_HEADS, BLOCK, PIECES,
                             CHUNKS, S)),
             ],
             [4, 1],
