@@ -104,10 +104,10 @@ def advance(pointers, ahead):
 
 
 @gluon.jit
-def _load(p, TILES: gl.constexpr, W: gl.constexpr):
+def _load(p, TILES: gl.constexpr, W: gl.constexpr, ONCE: gl.constexpr):
     # 1, 2 or 4 tensors uint32 [32 TILES]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [W], [0])
-    v = gl.load(p).to(gl.uint32, bitcast=p.dtype.element_ty != gl.uint16)
+    v = gl.load(p, eviction_policy="evict_first" if ONCE else "").to(gl.uint32, bitcast=p.dtype.element_ty != gl.uint16)
     if p.shape[1] == 1:
         return (gl.convert_layout(v.reshape([32 * TILES]), LANES, assert_trivial=True),)
     elif p.shape[1] == 2:  # noqa: RET505 (compile-time branches)
@@ -123,12 +123,12 @@ def _load(p, TILES: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def load_at(pointers, ahead, TILES: gl.constexpr, W: gl.constexpr):
-    """The words at pointers advanced by `ahead`: if that is a constant it costs nothing."""
+def load_at(pointers, ahead, TILES: gl.constexpr, W: gl.constexpr, ONCE: gl.constexpr = False):
+    """The words at pointers advanced by `ahead`: if that is a constant it costs nothing. ONCE: nobody else will, so L2 may forget them."""
     pointers = advance(pointers, ahead)
     packed = ()
     for i in gl.static_range(len(pointers)):
-        packed += _load(pointers[i], TILES, W)
+        packed += _load(pointers[i], TILES, W, ONCE)
     return packed
 
 

@@ -8,9 +8,9 @@ by lane, little-endian. Planes follow each other:
     rate                                          1    1.5   2    2.5    3     3.5     4    5     6      7        8
     bits of a lane's field of a tile, by plane    8    8 4   16   16 4   16 8  (16 8 4) 32  32 8  16 32  32 16 8  32 32
 
-At 3.5 bits the planes have these sizes, but a lane's 56 bits of two tiles are dealt out otherwise, for fewer instructions (`PLANES`). The
-next lane finds the bits before its own in the first plane (at 1, 1.5 and 3.5 bits it needs more). Blocks are ordered [in/64, out/16]; so
-columns can be concatenated, and a step's blocks of neighbouring column tiles lie side by side.
+At 3.5 bits the planes have these sizes, but hold 28 bits of each even tile and 4 of the odd one, 16 bits of the odd ones, 8 bits of the odd
+ones, which costs fewer instructions. The next lane finds the bits before its own in the first plane (at 1, 1.5 and 3.5 bits it needs more).
+Blocks are ordered [in/64, out/16]; so columns can be concatenated, and a step's blocks of neighbouring column tiles lie side by side.
 """
 
 import functools
@@ -61,9 +61,7 @@ def _sources(rate: float) -> tuple[int, Tensor]:
         for lane in range(_LANES):
             for tile, first, size in plane:
                 for unit in range(first * 4 // bits, (first + size) * 4 // bits):
-                    stream = (
-                        (lane + 1) * own - 1 - unit
-                    )  # in stream order, which runs down from each word's highest bit
+                    stream = (lane + 1) * own - 1 - unit  # which runs down from each word's highest bit
                     sources.append(tile * own * _LANES + stream // word * word + word - 1 - stream % word)
     return bits, torch.tensor(sources)
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from espalier.kernels.hadamard.rotate import SCALE, hadamard_128
 from espalier.kernels.norm.rms_norm import FLOATS, inverse_rms, normed, row_columns, row_levels
 
-# Up to _FEW rows a program does 8 blocks of 128 columns and shares its row with others. From there on it does the whole row, 16 at a time.
-_FEW, _BLOCKS_FEW, _BLOCKS_MANY = 256, 8, 16
+_BLOCKS = 8  # of 128 columns, rotated at a time
 _WARPS = 4
+_SPREAD_ROWS = 256  # up to so many rows, a program does no more than _BLOCKS of a row
 
 
 @triton.jit
@@ -86,16 +86,14 @@ def add_norm_rotate(
     if num_rows == 0:
         return
     members, in_features = (0, width) if suh is None else suh.shape
-    few = num_rows <= _FEW
-    blocks = _BLOCKS_FEW if few else _BLOCKS_MANY
-    tiles = triton.cdiv(in_features, 128 * blocks)
-    programs = tiles if few else 1
+    tiles = triton.cdiv(in_features, 128 * _BLOCKS)
+    programs = tiles if num_rows <= _SPREAD_ROWS else 1
     high, levels, odd_levels = row_levels(width)
     _add_norm_rotate_kernel[(programs, num_rows)](
         residual, residual if y is None else y, weight, suh, total, normed, rotated,
         eps, num_rows, 0 if y is None else y.stride(0), in_features,
         WIDTH=width, MEMBERS=members, HAS_Y=y is not None, HAS_NORMED=normed is not None, UNIT_OFFSET=unit_offset,
-        HIGH=high, LEVELS=levels, ODD_LEVELS=odd_levels, TILES=tiles // programs, BLOCKS=blocks, num_warps=_WARPS, enable_fp_fusion=False,
+        HIGH=high, LEVELS=levels, ODD_LEVELS=odd_levels, TILES=tiles // programs, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

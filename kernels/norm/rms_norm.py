@@ -59,10 +59,11 @@ def row_columns(WIDTH: tl.constexpr, HIGH: tl.constexpr, LEVELS: tl.constexpr):
 @triton.jit
 def inverse_rms(x, eps, WIDTH: tl.constexpr, HIGH: tl.constexpr, LEVELS: tl.constexpr, ODD_LEVELS: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of a row laid out by `row_columns`, zeros where it has no column."""
-    columns, inside = tree_columns(WIDTH >> HIGH, LEVELS, ODD_LEVELS)
-    # Also where columns are slots already: it deals them out so that a lane's own sums come first, and exchanges last.
-    slots = tl.gather(tree_sum(x * x, HIGH), columns, 0)
-    return _inverse_root(tree_sum(tl.where(inside, slots, 0.0), LEVELS), eps, WIDTH)
+    total = tree_sum(x * x, HIGH)
+    if ODD_LEVELS > 0:
+        columns, inside = tree_columns(WIDTH >> HIGH, LEVELS, ODD_LEVELS)
+        total = tl.where(inside, tl.gather(total, columns, 0), 0.0)
+    return _inverse_root(tree_sum(total, LEVELS), eps, WIDTH)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.store import check_cache, head_places
 from espalier.kernels.norm.rms_norm import FLOATS, tree_levels
-from espalier.kernels.rope.rotate_heads import HEADS, check_angles, head_warps, turn_heads, turn_sizes
+from espalier.kernels.rope.rotate_heads import HEADS, WARPS, check_angles, turn_heads, turn_sizes
 
 
 @triton.jit(do_not_specialize=["eps", "num_positions"])
@@ -106,6 +106,6 @@ def norm_rotate_store(
         q, k, v, q_weight, k_weight, cos, sin, positions, slots, q_out, keys, values,
         eps, len(cos), q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=keys.shape[2], LEVELS=levels, ODD_LEVELS=odd_levels,
-        HAS_NORM=norm_weights is not None, UNIT_OFFSET=unit_offset, HEADS=HEADS, num_warps=head_warps(num_rows, head_dim), enable_fp_fusion=False,
+        HAS_NORM=norm_weights is not None, UNIT_OFFSET=unit_offset, HEADS=HEADS, num_warps=WARPS, enable_fp_fusion=False,
         **turn_sizes(cos, head_dim),
     )  # fmt: skip

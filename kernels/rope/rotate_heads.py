@@ -14,8 +14,8 @@ from torch import Tensor
 
 from espalier.kernels.norm.rms_norm import FLOATS, head_inverse_rms, normed, tree_columns
 
-HEADS = 4  # of a program
-_FEW = 128
+HEADS = 8  # of a program
+WARPS = 4
 
 
 @triton.jit
@@ -95,15 +95,8 @@ def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, out: Te
         return
     _rotate_heads_kernel[(triton.cdiv(num_heads, HEADS), num_rows)](
         x, cos, sin, positions, out, num_heads, x.stride(0), x.stride(1), len(cos),
-        HEAD_DIM=head_dim, HEADS=HEADS, num_warps=head_warps(num_rows, head_dim), enable_fp_fusion=False, **turn_sizes(cos, head_dim),
+        HEAD_DIM=head_dim, HEADS=HEADS, num_warps=WARPS, enable_fp_fusion=False, **turn_sizes(cos, head_dim),
     )  # fmt: skip
-
-
-def head_warps(num_rows: int, head_dim: int) -> int:
-    """Warps of a program: one a head for a few rows; for many so few that a lane has eight values and more to work on."""
-    if num_rows <= _FEW:
-        return HEADS
-    return 1 if head_dim < 128 else 2 if head_dim < 256 else 4
 
 
 def turn_sizes(cos: Tensor, head_dim: int) -> dict[str, int]:
