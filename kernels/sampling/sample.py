@@ -24,7 +24,7 @@ from espalier.kernels.sampling.sift import SUMS, sift_kernel
 GROUP = 64  # tokens whose best score is kept, for looking up leading tokens
 _CHUNKS = (1024, 2048, 4096)  # tokens of a program
 _ENOUGH_PROGRAMS = 256
-_WARPS_OF_A_ROW = 16  # of programs that have a row to themselves
+_WARPS_OF_A_ROW = 8  # of programs that have a row to themselves
 _SUM_WORDS = 2 * SUMS
 
 _EVERY_NEED = Needs()

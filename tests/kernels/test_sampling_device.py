@@ -145,7 +145,7 @@ def test_golden_rows(vocab: int) -> None:
 
 @pytest.mark.parametrize(
     ("vocab", "seeds"),
-    [(1, range(12)), (2, range(12)), (127, range(16)), (128, range(16)), (129, range(16)), (1500, range(6))],
+    [(1, range(8)), (2, range(8)), (127, range(8)), (128, range(8, 16)), (129, range(16, 24)), (1500, range(24, 28))],
 )
 @interpreted
 def test_rows_of_any_parameters(vocab: int, seeds: range) -> None:
@@ -211,7 +211,7 @@ def test_a_guess_decides_about_time_alone(ends: tuple[float, float]) -> None:
 
 @interpreted
 def test_a_rows_result_does_not_depend_on_its_neighbours_or_on_passes_it_does_not_need() -> None:
-    cases = random_cases(140, range(50, 60))
+    cases = random_cases(70, range(50, 58))
     together = on_device(cases)
     assert [on_device([case])[0] for case in cases] == together
     assert on_device(cases[::-1], Needs())[::-1] == together
@@ -220,7 +220,7 @@ def test_a_rows_result_does_not_depend_on_its_neighbours_or_on_passes_it_does_no
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @interpreted
 def test_narrow_logits_are_widened(dtype: torch.dtype) -> None:
-    cases = random_cases(200, range(70, 76))
+    cases = random_cases(130, range(70, 73))
     round_ = Round(cases, dtype=dtype)
     round_.run()
     widened = [replace(case, logits=case.logits.to(dtype).float()) for case in cases]
