@@ -1,0 +1,76 @@
+"""Which form of the EXL3 linear runs: a pure function of what the device is and of the shape, never of values. All forms give the same bits.
+
+Knows no kernel: the files of the forms are imported when a form is first asked for, so that an unknown Triton, or a broken Gluon, costs one
+warning and a slower form. Where the thresholds come from: benchmarks/notes/exl3-linear.md.
+"""
+
+import enum
+import functools
+import importlib
+import warnings
+from types import ModuleType
+
+from espalier.kernels.device import DeviceClass
+from espalier.kernels.linear.rows_launch import HOPPER
+
+
+class Form(enum.StrEnum):
+    """Each is a module of this folder with `launch` and `scratch_size`."""
+
+    PLAIN = "plain"  # plain Triton: any GPU, and the interpreter
+    ROWS_MMA = "rows_mma"  # Gluon, mma.sync: a few rows
+    ROWS_WGMMA = "rows_wgmma"  # Gluon, wgmma (Hopper): up to a block of 128 rows
+    PROMPT_MMA = "prompt_mma"  # Gluon, mma.sync: many rows
+    PROMPT_WGMMA = "prompt_wgmma"  # Gluon, wgmma (Hopper): many rows
+
+
+# (rows up to and with which it is the fastest, form); the prompt form serves the rest.
+_PORTABLE = ((64, Form.ROWS_MMA),)
+_ON_HOPPER = ((16, Form.ROWS_MMA), (128, Form.ROWS_WGMMA))
+# From so many output columns on, 128 rows already fill the SMs with prompt tiles.
+_WIDE = 16384
+_ON_HOPPER_WIDE = ((16, Form.ROWS_MMA), (64, Form.ROWS_WGMMA))
+
+
+def thresholds(device: DeviceClass, out_features: int) -> tuple[tuple[int, Form], ...]:
+    """(last row count, form) of every form but the one for the most rows, ascending."""
+    if not device.gluon:
+        return ()
+    if device.capability != HOPPER:
+        return _PORTABLE
+    return _ON_HOPPER_WIDE if out_features >= _WIDE else _ON_HOPPER
+
+
+def choose_form(device: DeviceClass, rows: int, out_features: int) -> Form:
+    """The fastest form for `rows` rows of a group `out_features` wide."""
+    for last, form in thresholds(device, out_features):
+        if rows <= last:
+            return form
+    if not device.gluon:
+        return Form.PLAIN
+    return Form.PROMPT_WGMMA if device.capability == HOPPER else Form.PROMPT_MMA
+
+
+def possible_forms(device: DeviceClass) -> tuple[Form, ...]:
+    """Every form that this device can run, the fastest or not."""
+    if not device.gluon:
+        return (Form.PLAIN,) if device.triton else ()
+    portable = (Form.PLAIN, Form.ROWS_MMA, Form.PROMPT_MMA)
+    return (*portable, Form.ROWS_WGMMA, Form.PROMPT_WGMMA) if device.capability == HOPPER else portable
+
+
+def load_form(form: Form) -> ModuleType:
+    """The module of a form."""
+    return load_kernels(form, Form.PLAIN)
+
+
+@functools.cache
+def load_kernels(name: str, plain: str) -> ModuleType:
+    """A module of this folder. One that cannot be imported is replaced by `plain`, with one warning."""
+    try:
+        return importlib.import_module(f"espalier.kernels.linear.{name}")
+    except Exception as error:  # whatever a changed Gluon raises while a kernel is defined
+        if name == plain:
+            raise
+        warnings.warn(f"{name} cannot be loaded ({error!r}); {plain} runs instead, slower", stacklevel=2)
+        return load_kernels(plain, plain)

@@ -1,0 +1,218 @@
+"""Prompt forms of the EXL3 linear on the CPU: every sum is computed once, the kernels compile without spills for every card they are for."""
+
+import types
+from collections import Counter
+
+import pytest
+
+from espalier.kernels.device import triton_version
+from espalier.kernels.linear.prompt_schedule import (
+    Deal,
+    Segment,
+    choose_tokens,
+    deal,
+    member_ends,
+    owner,
+    segments_of,
+)
+from espalier.kernels.linear.splits import split_borders
+from tests.support.sass import compile_kernel
+
+SCHEDULES = [
+    (rows, blocks, splits, programs)
+    for rows in (1, 127, 129, 256, 1000, 8192)
+    for blocks in (1, 7, 40, 136)
+    for splits in (1, 3, 8)
+    for programs in (1, 13, 132)
+]
+needs_triton = pytest.mark.skipif(triton_version() is None, reason="no Triton here")
+
+
+def tiles_of(rows: int, blocks: int) -> int:
+    return -(-rows // 256) * blocks
+
+
+def test_every_split_of_every_tile_is_done_once() -> None:
+    for rows, blocks, splits, programs in SCHEDULES:
+        tiles = tiles_of(rows, blocks)
+        schedule = deal(tiles, splits, programs)
+        assert schedule.programs <= programs
+        assert all(segments_of(program, tiles, splits, schedule) for program in range(schedule.programs))
+        done = Counter(
+            (segment.tile, split)
+            for program in range(schedule.programs)
+            for segment in segments_of(program, tiles, splits, schedule)
+            for split in range(segment.first, segment.last)
+        )
+        assert done == Counter((tile, split) for tile in range(tiles) for split in range(splits))
+
+
+def test_a_shared_split_is_found_where_its_owner_left_it() -> None:
+    for rows, blocks, splits, programs in SCHEDULES:
+        tiles = tiles_of(rows, blocks)
+        schedule = deal(tiles, splits, programs)
+        units = (tiles - schedule.whole) * splits
+        for program in range(schedule.dealers):
+            shared = [s for s in segments_of(program, tiles, splits, schedule) if s.tile >= schedule.whole]
+            assert shared, "a dealer without a split would be waited for in vain"
+            for segment in shared:
+                first_unit = (segment.tile - schedule.whole) * splits
+                assert {
+                    owner(first_unit + split, units, schedule.dealers) for split in range(segment.first, segment.last)
+                } == {program}
+
+
+def test_a_program_keeps_no_two_sums_in_one_place() -> None:
+    # A program's slots are numbered by split; the head of a tile takes slot 0 for the sum of all its splits.
+    for rows, blocks, splits, programs in SCHEDULES:
+        tiles = tiles_of(rows, blocks)
+        schedule = deal(tiles, splits, programs)
+        for program in range(schedule.dealers):
+            slots = [
+                slot
+                for s in segments_of(program, tiles, splits, schedule)
+                if s.last - s.first < splits
+                for slot in ([0] if s.first == 0 else range(s.first, s.last))
+            ]
+            assert len(slots) == len(set(slots))
+
+
+class PythonLanguage(types.SimpleNamespace):
+    """As much of Gluon's language as schedules are written in, on plain integers."""
+
+    def __init__(self, program: int, programs: int) -> None:
+        super().__init__(
+            program_id=lambda axis: program,
+            num_programs=lambda axis: programs,
+            cdiv=lambda a, b: -(-a // b),
+            minimum=min,
+            maximum=max,
+        )
+
+
+@needs_triton
+def test_the_kernel_follows_the_schedule() -> None:
+    from espalier.kernels.linear import prompt_wgmma_work as work
+
+    def python(function: object, language: PythonLanguage) -> types.FunctionType:
+        code = function.fn.__code__  # type: ignore[attr-defined]
+        return types.FunctionType(code, {"gl": language, "GROUP": work.GROUP.value})
+
+    for rows, blocks, splits, programs in SCHEDULES:
+        tiles = tiles_of(rows, blocks)
+        schedule = deal(tiles, splits, programs)
+        where = set()
+        for program in {0, 1, schedule.programs // 2, schedule.programs - 1} & set(range(schedule.programs)):
+            language = PythonLanguage(program, schedule.programs)
+            shape = (rows, schedule.whole, schedule.dealers, blocks, 256, splits)
+            expected = segments_of(program, tiles, splits, schedule)
+            assert python(work.segments, language)(*shape) == len(expected)
+            for i, segment in enumerate(expected):
+                column_block, token_block, first, last, shared, units = python(work.segment, language)(i, *shape)
+                assert 0 <= column_block < blocks and 0 <= token_block * 256 < rows
+                assert (first, last) == (segment.first, segment.last)
+                if segment.tile >= schedule.whole:
+                    assert (shared, units) == (segment.tile - schedule.whole, (tiles - schedule.whole) * splits)
+                where.add((column_block, token_block, segment.tile))
+        assert len({place[:2] for place in where}) == len({place[2] for place in where})
+
+
+def test_splits_begin_where_the_rule_says() -> None:
+    for in_features in (128, 640, 4096, 5120, 17408, 128 * 37):
+        borders = split_borders(in_features)
+        splits, blocks = len(borders) - 1, in_features // 128
+        assert [split * blocks // splits * 2 * 64 for split in range(splits + 1)] == list(
+            borders
+        )  # first_step, in inputs
+
+
+def test_whole_tiles_when_they_leave_little_idle() -> None:
+    assert deal(264, 8, 132) == Deal(132, 264, 0)
+    assert deal(130, 8, 132) == Deal(130, 130, 0)
+    assert deal(136, 8, 132) == Deal(132, 132, 32)
+    assert segments_of(0, 136, 8, deal(136, 8, 132)) == [Segment(0, 0, 8), Segment(132, 0, 1)]
+
+
+def test_tile_width() -> None:
+    assert [choose_tokens(rows, 136, 5120, 132) for rows in (1, 128, 129, 512, 8192)] == [128, 128, 256, 256, 256]
+    assert [choose_tokens(rows, 40, 6144, 132) for rows in (128, 256, 512, 1024)] == [128, 256, 128, 256]
+    assert choose_tokens(512, 40, 17408, 132) == 256
+
+
+def test_member_ends_are_counted_from_the_run() -> None:
+    assert member_ends((256, 128, 384), 0) == (2, 3, 6)
+    assert member_ends((256, 128, 384), 256) == (0, 1, 4)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("tokens", "rate2"),
+    [
+        (128, 7),
+        (256, 12),
+        *(pytest.param(256, rate2, marks=pytest.mark.slow) for rate2 in (2, 3, 4, 5, 6, 7, 8, 10, 14, 16)),
+    ],
+)
+def test_hopper_form_overlaps_and_does_not_spill(tokens: int, rate2: int) -> None:
+    from triton.experimental.gluon import language as gl
+
+    from espalier.kernels.linear import prompt_wgmma
+
+    box = f"tensordesc<fp16[{tokens}, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
+    pointers = {
+        "words": "*i32",
+        "svh": "*fp16",
+        "bias": "*fp32",
+        "out": "*fp16",
+        "partials": "*fp32",
+        "counters": "*i32",
+    }
+    constants = {
+        "ENDS": (8, 16),
+        "NB": 16,
+        "BT": tokens,
+        "STAGES": prompt_wgmma.STAGES[tokens],
+        "SPLITS": 8,
+        "RATE2": rate2,
+    }
+    code = compile_kernel(
+        prompt_wgmma.prompt_wgmma,
+        {"x": box} | pointers | dict.fromkeys(("T", "out_stride", "blocks", "whole", "dealers"), "i32"),
+        constants | {"CODEBOOK": 2},
+        capability=90,
+        num_warps=prompt_wgmma.NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    assert code.stack == 0
+    opcodes = [opcode for _, opcode, _ in code.instructions]
+    products = sum(opcode.startswith("HGMMA") for opcode in opcodes)
+    # Where the assembler cannot prove accumulators safe it waits for every single product, and nothing overlaps.
+    assert 0 < opcodes.count("WARPGROUP.DEPBAR.LE") <= products // 2
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120, 121])
+def test_portable_form_does_not_spill(capability: int) -> None:
+    from espalier.kernels.linear import prompt_mma
+
+    limit = {80: 166912, 90: 232448}.get(capability, 101376)
+    shape = prompt_mma.choose_shape(limit)
+    assert 2 * (shape.shared_memory + 1024) <= limit + 1024, "two programs must fit an SM"
+    code = compile_kernel(
+        prompt_mma.prompt_mma,
+        {
+            "x": "*fp16",
+            "words": "*i32",
+            "svh": "*fp16",
+            "bias": "*fp32",
+            "out": "*fp16",
+            "T": "i32",
+            "out_stride": "i32",
+            "blocks": "i32",
+        },
+        {"ENDS": (8, 16), "NB": 16, "BT": shape.tokens, "STAGES": shape.stages, "SPLITS": 8, "RATE2": 6, "CODEBOOK": 2},
+        capability=capability,
+        num_warps=prompt_mma.NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    assert code.stack == 0

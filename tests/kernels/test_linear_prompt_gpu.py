@@ -1,0 +1,178 @@
+"""The prompt forms on the GPU: the row form's bits, at every row count, however tiles and splits are dealt out."""
+
+import functools
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from espalier.kernels.counters import Scratch
+from espalier.kernels.device import device_class
+from espalier.kernels.exl3.codebook import Codebook
+from espalier.kernels.exl3.layout import RATES
+from espalier.kernels.linear.exl3_linear import allocate_scratch
+from espalier.kernels.linear.group import LinearGroup, pack_group
+from tests.support.linears import move, random_linear
+
+pytestmark = pytest.mark.gpu
+
+ROWS = (1, 17, 127, 128, 129, 191, 193, 255, 256, 257, 1000, 2048)
+# Members of (width, rate, codebook).
+ONE = ((640, 4.0, Codebook.MUL1),)
+MIXED = ((256, 4.0, Codebook.MUL1), (128, 3.0, Codebook.MCG), (384, 3.0, Codebook.MCG), (256, 3.5, Codebook.MUL1))
+Members = tuple[tuple[int, float, Codebook], ...]
+# Form, tokens of a tile, programs side by side (Hopper form) or stages (portable form).
+Cut = tuple[str, int, int]
+
+
+def cuts() -> Iterable[Cut]:
+    """Every way to cut a launch that some call of some device takes, and some with few programs, whose tiles have many owners."""
+    yield "mma", 64, 2
+    yield "mma", 64, 3
+    if device_class(torch.device("cuda")).capability == (9, 0):
+        for tokens in (128, 256):
+            yield "wgmma", tokens, 132
+            yield "wgmma", tokens, 7
+
+
+@functools.cache
+def group_of(width: int, members: Members, with_bias: bool = False) -> LinearGroup:
+    linears = [move(random_linear(width, *member, i), "cuda") for i, member in enumerate(members)]
+    draw = torch.Generator().manual_seed(3)
+    biases = [
+        torch.randn(member[0], generator=draw).cuda() if with_bias and i != 1 else None
+        for i, member in enumerate(members)
+    ]
+    return pack_group(linears, biases)
+
+
+@functools.cache
+def rotated(width: int, members: int, rows: int) -> Tensor:
+    return torch.randn(members, rows, width, generator=torch.Generator().manual_seed(width)).half().cuda()
+
+
+def run(cut: Cut, x: Tensor, group: LinearGroup, dtype: torch.dtype) -> Tensor:
+    """The group's output; counters must be zero before and after, everything else in scratch may hold anything."""
+    form, tokens, number = cut
+    out = torch.full((x.shape[1], group.out_features), torch.nan, dtype=dtype, device="cuda")
+    x = x.contiguous()
+    if form == "mma":
+        from espalier.kernels.linear import prompt_mma
+
+        for part in group.runs:
+            prompt_mma.launch_run(x, group, part, out, prompt_mma.MmaShape(tokens, number))
+        return out
+    from espalier.kernels.linear import prompt_wgmma
+
+    scratch = allocate_scratch(prompt_wgmma.scratch_size(group.in_features, group.widths, x.shape[1]), x.device)
+    scratch.partials.fill_(torch.nan)
+    for part in group.runs:
+        prompt_wgmma.launch_run(x, group, part, out, scratch, tokens, number)
+    assert not scratch.counters.any()
+    return out
+
+
+def by_rows(x: Tensor, group: LinearGroup, dtype: torch.dtype) -> Tensor:
+    """What the row form makes of it, 64 rows at a time."""
+    from espalier.kernels.linear import rows_mma
+
+    parts = []
+    for first in range(0, x.shape[1], 64):
+        part = x[:, first : first + 64]
+        scratch = allocate_scratch(rows_mma.scratch_size(group.in_features, group.widths, part.shape[1]), x.device)
+        parts.append(torch.full((part.shape[1], group.out_features), torch.nan, dtype=dtype, device="cuda"))
+        rows_mma.launch(part.contiguous(), group, parts[-1], scratch)
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("width", [128, 640, 4224, 17408])
+def test_the_row_forms_bits_at_every_row_count(width: int) -> None:
+    group, x = group_of(width, ONE), rotated(width, 1, max(ROWS))
+    expected = by_rows(x, group, torch.float32)
+    for cut in cuts():
+        for rows in ROWS:
+            assert torch.equal(run(cut, x[:, :rows], group, torch.float32), expected[:rows]), (cut, rows)
+        places = torch.tensor([777, 3, 2047, 3], device="cuda")
+        assert torch.equal(run(cut, x[:, places], group, torch.float32), expected[places]), cut
+
+
+@pytest.mark.parametrize("codebook", Codebook)
+@pytest.mark.parametrize("rate", RATES)
+def test_every_rate_and_codebook(rate: float, codebook: Codebook) -> None:
+    if rate != int(rate) and not codebook.allows_half_rates:
+        return
+    group, x = group_of(640, ((640, rate, codebook),)), rotated(640, 1, 200)
+    expected = by_rows(x, group, torch.float32)
+    for cut in (("mma", 64, 3), ("wgmma", 256, 132)):
+        if cut in cuts():
+            assert torch.equal(run(cut, x, group, torch.float32), expected), cut
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
+def test_groups_of_different_members(dtype: torch.dtype, with_bias: bool) -> None:
+    group, x = group_of(640, MIXED, with_bias), rotated(640, len(MIXED), 300)
+    expected = by_rows(x, group, dtype)
+    for cut in cuts():
+        assert torch.equal(run(cut, x, group, dtype), expected), cut
+
+
+def test_8192_rows() -> None:
+    group, x = group_of(4224, ONE), rotated(4224, 1, 8192)
+    expected = by_rows(x, group, torch.float16)
+    for cut in cuts():
+        assert torch.equal(run(cut, x, group, torch.float16), expected), cut
+
+
+@pytest.mark.parametrize("form", ["prompt_mma", "prompt_wgmma"])
+@pytest.mark.parametrize("rows", [130, 300])
+def test_captured_equals_eager_and_allocates_nothing(form: str, rows: int) -> None:
+    from espalier.kernels.linear.dispatch import Form, load_form, possible_forms
+
+    if Form(form) not in possible_forms(device_class(torch.device("cuda"))):
+        pytest.skip(f"{form} does not run on this device")
+    group, x = group_of(640, MIXED), rotated(640, len(MIXED), 300)[:, :rows].contiguous()
+    module = load_form(Form(form))
+    scratch = allocate_scratch(module.scratch_size(640, group.widths, rows), x.device)
+    out = torch.full((rows, group.out_features), torch.nan, dtype=torch.float16, device="cuda")
+    module.launch(x, group, out, scratch)
+    eager = out.clone()
+    out.fill_(torch.nan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        before = torch.cuda.memory_allocated()
+        module.launch(x, group, out, scratch)
+        module.launch(x, group, out, scratch)
+        assert torch.cuda.memory_allocated() == before
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, eager)
+    assert not scratch.counters.any()
+
+
+def test_two_streams_at_once() -> None:
+    from espalier.kernels.linear.dispatch import choose_form, load_form
+
+    group = group_of(4224, ONE)
+    inputs = [rotated(4224, 1, 2048)[:, :rows].contiguous() for rows in (256, 700)]
+    module = load_form(choose_form(device_class(torch.device("cuda")), 700, group.out_features))
+    scratches: list[Scratch] = [
+        allocate_scratch(module.scratch_size(4224, group.widths, x.shape[1]), x.device) for x in inputs
+    ]
+    solo = [x.new_empty((x.shape[1], group.out_features), dtype=torch.float32) for x in inputs]
+    for x, out, scratch in zip(inputs, solo, scratches, strict=True):
+        module.launch(x, group, out, scratch)
+    many = [torch.full((100, *out.shape), torch.nan, device="cuda") for out in solo]
+    streams = [torch.cuda.Stream() for _ in inputs]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    for call in range(100):
+        for x, out, scratch, stream in zip(inputs, many, scratches, streams, strict=True):
+            with torch.cuda.stream(stream):
+                module.launch(x, group, out[call], scratch)
+    torch.cuda.synchronize()
+    for out, alone, scratch in zip(many, solo, scratches, strict=True):
+        assert torch.equal(out, alone.expand_as(out))
+        assert not scratch.counters.any()
