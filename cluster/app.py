@@ -146,7 +146,7 @@ def start_cluster(
     """Start Ray and Serve (or join them), deploy everything, and return when all replicas of every model are ready.
 
     allow_unready: return as well when a model has told that it may not serve, instead of raising what it told.
-    Raises InvalidRequestError (a port is taken, two models share an application name), CheckpointError (a model may not serve), EngineError.
+    Raises InvalidRequestError (a port is taken), CheckpointError (a model may not serve), EngineError.
     """
     _check(config)
     config = _with_threads(config)
@@ -177,9 +177,6 @@ def start_cluster(
 
 def _check(config: ClusterConfig) -> None:
     """What can be told before anything is started."""
-    applications = [engine_app_name(model.name) for model in config.models]
-    if len(set(applications)) < len(applications):
-        raise InvalidRequestError("models: names must differ in more than punctuation", param="models")
     gateway = config.gateway
     for name, port in (("http_port", gateway.http_port), ("grpc_port", gateway.grpc_port)):
         if port != 0 and not _is_free(gateway, port):

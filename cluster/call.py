@@ -1,9 +1,10 @@
 """What the wire fronts (HTTP, gRPC) hand to the gateway, and what they get back. Knows neither wire nor Ray."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from espalier.cluster.origin import Origin
 from espalier.replicas.request import SamplingParams, TokenEvent
 
 # A client that takes nothing of its reply for so long has left; it would hold its place at the gateway for ever.
@@ -17,7 +18,7 @@ class GenerateCall:
     """One accepted call. `n` choices; choice 0 uses params.seed, choice i > 0 a seed hashed from it and i.
 
     prompt_token_ids: already tokenized, chat template applied. deadline: seconds since the epoch. session: sticky key, if the client gave one.
-    client: label of the key that it came with, for the log.
+    client: label of the key that it came with, for the log. operation: what was asked for. origin: the request that it came with.
     """
 
     call_id: str
@@ -29,6 +30,8 @@ class GenerateCall:
     deadline: float | None = None
     session: str | None = None
     client: str = ANONYMOUS
+    operation: Literal["chat", "text_completion"] = "text_completion"
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,10 @@ class GatewayMetrics(Protocol):
 
     def client_disconnect(self, transport: str) -> None:
         """A client left before its reply was whole. transport: `http` or `grpc`."""
+        ...
+
+    def count_api_keys(self, count: Callable[[], int]) -> None:
+        """Calls need an API key; count: how many keys are accepted now. Called once."""
         ...
 
 

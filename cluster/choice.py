@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from espalier.cluster.fleet import AttachedReplica
+from espalier.cluster.origin import Origin
 from espalier.replicas.errors import EngineError
 from espalier.replicas.request import Finish, FinishReason, Request, Timings, TokenEvent, Usage
 from espalier.replicas.token_hash import token_sha256
@@ -23,7 +24,7 @@ class Choice:
 
     placed: the replica has taken it.
     emitted: ids received so far, all attempts together. started_at, first_token_at: clock of the gateway.
-    finished: nothing more comes, by whatever end.
+    finished: nothing more comes, by whatever end. origin: what the replica is told of where it comes from.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Choice:
     first_token_at: float | None = None
     finish: Finish | None = None
     finished: bool = False
+    origin: Origin | None = None
 
     def judge(self, event: TokenEvent) -> Verdict:
         """Whether the event goes on to the client. BROKEN: tokens are missing before it, or its hash is not that of the tokens received."""

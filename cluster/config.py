@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from espalier.cluster.names import engine_app_name
 from espalier.replicas.config import EngineConfig
 from espalier.replicas.errors import InvalidRequestError
 
@@ -61,6 +63,7 @@ class GatewayConfig:
     metrics_open: `/metrics` needs no key. max_outstanding: requests accepted at once by this gateway, over all models.
     keepalive_s: seconds between SSE comments before the first token. drain_timeout_s: how long running requests may take to finish at stop.
     default_deadline_s: deadline of a request that names none; None means none. reflection: offer gRPC reflection.
+    audit_share: of the finished replies, 0..1, that are run again in spare time and compared.
     """
 
     host: str = "127.0.0.1"
@@ -73,6 +76,7 @@ class GatewayConfig:
     drain_timeout_s: float = 30.0
     default_deadline_s: float | None = None
     reflection: bool = True
+    audit_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("http_port", "grpc_port"):
@@ -85,24 +89,62 @@ class GatewayConfig:
         _require(
             self.default_deadline_s is None or self.default_deadline_s > 0, "default_deadline_s", "must be positive"
         )
+        _require(0 <= self.audit_share <= 1, "audit_share", "must lie between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """endpoint: the OTLP/gRPC collector that spans go to, `http://` or `https://` with host and port. ratio: of new traces, the share sampled."""
+
+    endpoint: str
+    ratio: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """The whole cluster: its models and the gateway in front of them. log_json: one JSON object a log line."""
+    """The whole cluster: its models and the gateway in front of them. log_json: one JSON object a log line.
+
+    trace_endpoint, trace_ratio: see TraceConfig; without an endpoint there is no tracing.
+    """
 
     models: tuple[ServedModel, ...]
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     log_level: str = "info"
     log_json: bool = False
+    trace_endpoint: str | None = None
+    trace_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         _require(len(self.models) > 0, "models", "at least one model is needed")
         names = [model.name for model in self.models]
         _require(len(set(names)) == len(names), "models", "each model needs a name of its own")
+        applications = {engine_app_name(name) for name in names}
+        _require(len(applications) == len(names), "models", "names must differ in more than punctuation")
         _require(
             self.log_level in ("debug", "info", "warning", "error"),
             "log_level",
             "must be debug, info, warning or error",
         )
+        _require(
+            self.trace_endpoint is None or _is_address(self.trace_endpoint),
+            "trace_endpoint",
+            "must be http://HOST:PORT or https://HOST:PORT",
+        )
+        _require(0 <= self.trace_ratio <= 1, "trace_ratio", "must lie between 0 and 1")
+
+    @property
+    def tracing(self) -> TraceConfig | None:
+        """Where spans go; None when tracing is off."""
+        return (
+            None if self.trace_endpoint is None else TraceConfig(endpoint=self.trace_endpoint, ratio=self.trace_ratio)
+        )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        named = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        return False
+    return named and parts.path in ("", "/")

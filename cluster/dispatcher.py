@@ -118,7 +118,7 @@ class Dispatcher:
         request = choice.request
         choice.replica = replica
         replica.assign(request)
-        submit = asyncio.ensure_future(replica.link.submit(request))
+        submit = asyncio.ensure_future(replica.link.submit(request, choice.origin))
         replica.lost.add_done_callback(lambda _: submit.cancel())
         [outcome] = await asyncio.gather(submit, return_exceptions=True)
         if replica.lost.done():

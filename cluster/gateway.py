@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from espalier.cluster.admission import Admission
+from espalier.cluster.audit import Auditor
 from espalier.cluster.call import ChoiceEvent, GenerateCall, ModelInfo, ModelText
+from espalier.cluster.call_spans import begin_call_span, end_call_span
 from espalier.cluster.catalog import Catalog, ServedText
 from espalier.cluster.choice import Choice, Verdict
 from espalier.cluster.config import ClusterConfig
@@ -20,6 +22,7 @@ from espalier.cluster.fleet import AttachedReplica, Fleet
 from espalier.cluster.live_call import LiveCall
 from espalier.cluster.logs import log_request
 from espalier.cluster.metrics import ClusterMetrics, EngineSnapshot
+from espalier.cluster.tracing import Span, Tracer
 from espalier.replicas.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -51,12 +54,14 @@ class Gateway:
         clock: Callable[[], float] = time.time,
         max_pending_events: int = MAX_PENDING_EVENTS,
         deadline_grace_s: float = DEADLINE_GRACE_S,
+        tracer: Tracer | None = None,
     ) -> None:
         self.metrics = metrics
         self._config = config
         self._clock = clock
         self._max_pending_events = max_pending_events
         self._deadline_grace_s = deadline_grace_s
+        self._tracer = tracer
         self._admission = Admission(config.gateway.max_outstanding)
         self._calls: set[LiveCall] = set()
         self._choices: dict[str, tuple[LiveCall, Choice]] = {}
@@ -69,8 +74,11 @@ class Gateway:
             on_event=self._on_event,
             on_lost=self._on_lost,
         )
+        for model in config.models:
+            metrics.model_served(model.name)
         self._catalog = Catalog(models, self.fleet)
         self._dispatcher = Dispatcher(config.router, self.fleet, self._catalog, metrics, clock)
+        self._auditor = Auditor(config.gateway.audit_share, list(models), self.fleet, metrics, clock)
 
     # What the wire fronts call.
 
@@ -94,14 +102,17 @@ class Gateway:
     async def generate(self, call: GenerateCall) -> AsyncGenerator[ChoiceEvent, None]:
         """Events of all choices; see GenerateGateway.generate."""
         self._catalog.resolve(call.model)
+        span = None if self._tracer is None else begin_call_span(self._tracer, call)
         try:
             if self._draining:
                 raise DrainingError("the gateway is stopping")
             self._admission.admit(call.n, self._clock())
         except EngineError as error:
             self.metrics.refused(call.model, error.code)
+            if span is not None:
+                span.end({}, error=error.code)
             raise
-        live = self._begin(call)
+        live = self._begin(call, span)
         try:
             await self._place_all(live)
             yield _told_or_raised(await live.next())
@@ -120,12 +131,16 @@ class Gateway:
 
     def metrics_text(self) -> bytes:
         """The Prometheus exposition of this gateway and of all engines that it is attached to."""
+        for replica in self.fleet.all():
+            if replica.description is not None:
+                self.metrics.replicas_configured(replica.model, replica.description.num_replicas)
         engines = [
             EngineSnapshot(
                 model=replica.model,
                 replica=replica.replica_id,
                 stats=replica.stats,
                 outstanding_tokens=None if replica.load is None else replica.outstanding_tokens,
+                progress_at=None if replica.load is None else replica.progress_at,
             )
             for replica in self.fleet.all()
         ]
@@ -134,6 +149,7 @@ class Gateway:
     async def drain(self, timeout_s: float) -> None:
         """Take no new calls; let the running ones finish; after `timeout_s` seconds end them with DrainingError."""
         self._draining = True
+        self._auditor.close()
         if not await self._all_ended(timeout_s):
             for live in list(self._calls):
                 for choice in live.choices:
@@ -142,12 +158,15 @@ class Gateway:
 
     # A call's beginning and end.
 
-    def _begin(self, call: GenerateCall) -> LiveCall:
+    def _begin(self, call: GenerateCall, span: Span | None) -> LiveCall:
         now = self._clock()
         default_deadline_s = self._config.gateway.default_deadline_s
         deadline = call.deadline
         if deadline is None and default_deadline_s is not None:
             deadline = now + default_deadline_s
+        origin = call.origin
+        if span is not None and origin is not None:
+            origin = replace(origin, trace=span.context)
         choices = [
             Choice(
                 index,
@@ -160,10 +179,12 @@ class Gateway:
                     deadline=deadline,
                 ),
                 started_at=now,
+                origin=origin,
             )
             for index in range(call.n)
         ]
         live = LiveCall(call, choices, max_pending=self._max_pending_events)
+        live.span = span
         self._calls.add(live)
         self._idle.clear()
         for choice in choices:
@@ -181,6 +202,8 @@ class Gateway:
         if live.deadline_timer is not None:
             live.deadline_timer.cancel()
         log_request(live, now)
+        if live.span is not None:
+            end_call_span(live.span, live)
         for choice in live.choices:
             del self._choices[choice.request.request_id]
             if not choice.finished:
@@ -223,6 +246,7 @@ class Gateway:
     def _on_event(self, event: TokenEvent) -> None:
         live, choice = self._choices.get(event.request_id, (None, None))
         if live is None or choice is None or choice.replica is None:
+            self._auditor.take(event)
             return
         verdict = choice.judge(event)
         if verdict is Verdict.DROP:
@@ -237,6 +261,7 @@ class Gateway:
         live.put(choice, event, choice.replica.replica_id)
         if choice.finished:
             self._dispatcher.complete(live, choice)
+            self._auditor.offer(live.call.model, choice)
 
     def _on_lost(self, replica: AttachedReplica) -> None:
         self._dispatcher.forget(replica)

@@ -23,6 +23,7 @@ from espalier.cluster.ingress.http import build_http_app
 from espalier.cluster.logs import LogConfig, configure_logging
 from espalier.cluster.metrics import ClusterMetrics
 from espalier.cluster.replica_board import BOARD
+from espalier.cluster.tracing import start_tracing
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +49,13 @@ class GatewayServer:
         # Serve awaits an async __init__; only in one can servers be started before the replica is RUNNING.
         configure_logging(logs, f"gateway-{os.getpid()}")
         self._config = config
+        self._tracer = start_tracing(config.tracing, "espalier-gateway")
         texts = {model.name: await asyncio.to_thread(load_text, model) for model in config.models}
-        self._gateway = Gateway(config, texts, ClusterMetrics(version=__version__))
+        self._gateway = Gateway(config, texts, ClusterMetrics(version=__version__), tracer=self._tracer)
         listener = _listen(config.gateway.host, config.gateway.http_port)
         self._http = uvicorn.Server(
             uvicorn.Config(
-                build_http_app(self._gateway, config.gateway),
+                build_http_app(self._gateway, config.gateway, self._tracer),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -62,7 +64,7 @@ class GatewayServer:
             )
         )
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http server")
-        self._grpc, grpc_port = await start_grpc_server(self._gateway, config.gateway)
+        self._grpc, grpc_port = await start_grpc_server(self._gateway, config.gateway, self._tracer)
         self._ports = GatewayPorts(http=listener.getsockname()[1], grpc=grpc_port)
         discovery = Discovery(texts, self._gateway.fleet, BOARD, uuid.uuid4().hex)
         self._discovery_task = asyncio.create_task(discovery.run(), name="discovery")
@@ -96,6 +98,8 @@ class GatewayServer:
             await asyncio.gather(self._http_task, self._discovery_task)
         # Only now: the replicas wait for these streams to end before they stop.
         await self._gateway.fleet.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
 
 def _listen(host: str, port: int) -> socket.socket:

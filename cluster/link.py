@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from espalier.cluster.messages import ReplicaDescription, ReplicaReport
+from espalier.cluster.origin import Origin
 from espalier.replicas.request import Request
 
 
@@ -28,8 +29,11 @@ class ReplicaLink(Protocol):
         """Tell the replica that this gateway still lives. A stream whose gateway is silent for replica.LEASE_S is ended by the replica."""
         ...
 
-    async def submit(self, request: Request) -> None:
-        """Hand over a request; its events come in the reports, perhaps before this returns. Only while the stream is open."""
+    async def submit(self, request: Request, origin: Origin | None = None) -> None:
+        """Hand over a request; its events come in the reports, perhaps before this returns. Only while the stream is open.
+
+        origin: for the replica's log and spans.
+        """
         ...
 
     async def abort(self, request_id: str) -> None:

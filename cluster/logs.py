@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from espalier.cluster.live_call import LiveCall
+from espalier.cluster.origin import ORIGIN
 
 ROOT = "espalier"
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -21,8 +22,17 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
 
 
+def _origin() -> dict[str, str]:
+    origin = ORIGIN.get()
+    if origin is None:
+        return {}
+    trace = {} if origin.trace is None else {"trace_id": origin.trace.trace_id}
+    return {"request_id": origin.request_id, **trace}
+
+
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ts (seconds since the epoch), level, logger, event, and whatever the call passed in `extra`."""
+    """One JSON object a line: ts (seconds since the epoch), level, logger, event, request_id and trace_id of the request that the work is
+    done for, and whatever the call passed in `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -31,6 +41,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": record.getMessage(),
+            **_origin(),
             **_extra(record),
         }
         if record.exc_info:
@@ -77,24 +88,14 @@ def log_request(live: LiveCall, now: float) -> None:
     """The one line of an ended call. Call it before the choices that a leaving client left behind are marked finished."""
     call, choices = live.call, live.choices
     finishes = [choice.finish for choice in choices if choice.finish is not None]
-    errors = {finish.error.code for finish in finishes if finish.error is not None}
-    started_at = choices[0].started_at
-    first_token_at = min(
-        (choice.first_token_at for choice in choices if choice.first_token_at is not None), default=None
-    )
-    if live.refusal is not None:
-        outcome = live.refusal.code
-    elif len(finishes) < len(choices):
-        outcome = "client_left"
-    else:
-        outcome = ",".join(sorted(errors)) or "ok"
+    ttft_s = live.time_to_first_token_s
     log.info(
         "request",
         extra={
             "call_id": call.call_id,
             "model": call.model,
             "client": call.client,
-            "outcome": outcome,
+            "outcome": live.outcome,
             "choices": call.n,
             "finish_reasons": ",".join(finish.reason.value for finish in finishes),
             "prompt_tokens": len(call.prompt_token_ids),
@@ -102,8 +103,8 @@ def log_request(live: LiveCall, now: float) -> None:
             "completion_tokens": sum(len(choice.emitted) for choice in choices),
             "replicas": ",".join(choice.replica.replica_id for choice in choices if choice.replica is not None),
             "replays": live.replays,
-            "ttft_s": None if first_token_at is None else round(first_token_at - started_at, 4),
-            "seconds": round(now - started_at, 4),
+            "ttft_s": None if ttft_s is None else round(ttft_s, 4),
+            "seconds": round(now - choices[0].started_at, 4),
         },
     )
 

@@ -14,11 +14,12 @@ class ReplicaDescription:
     """What a replica is, told once, before its first report.
 
     info: facts of the loaded model; None when it could not be loaded. failure: why this replica may not serve (a checkpoint that is refused,
-    weights whose output is not the recorded one); None when it may.
+    weights whose output is not the recorded one); None when it may. num_replicas: how many of its kind its configuration asks for.
     """
 
     info: ShardInfo | None
     failure: EngineError | None
+    num_replicas: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

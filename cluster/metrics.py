@@ -6,8 +6,9 @@ methods those listed here (any other is `other`). Engine families carry vLLM's n
 Knows neither Ray nor the wires.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from espalier.cluster.call import ModelInfo
 from espalier.cluster.router import RouteKind
+from espalier.replicas.errors import DrainingError, QueueFullError
 from espalier.replicas.stats import EngineStats, Histogram
 
 HTTP_ROUTES = frozenset(
@@ -40,12 +42,14 @@ class EngineSnapshot:
     """One live replica at the moment of a scrape. What is None cannot be told now, and is left out.
 
     stats: the engine's own counts. outstanding_tokens: what the router believes it still has to compute.
+    progress_at: when it last told that it was idle or had finished a round, in seconds since the epoch.
     """
 
     model: str
     replica: str
     stats: EngineStats | None = None
     outstanding_tokens: int | None = None
+    progress_at: float | None = None
 
 
 class ClusterMetrics:
@@ -96,6 +100,24 @@ class ClusterMetrics:
             ("model", "kind"),
             registry=registry,
         )
+        self._configured = Gauge(
+            "espalier_model_configured_replicas",
+            "Replicas that the model's configuration asks for, as its replicas told.",
+            ("model",),
+            registry=registry,
+        )
+        self._audits = Counter(
+            "espalier_audit",
+            "Finished replies that were sampled to be run again and compared, by result.",
+            ("model", "result"),
+            registry=registry,
+        )
+        self._audits_pending = Gauge(
+            "espalier_audit_pending",
+            "Finished replies that wait for their audit or are being audited.",
+            ("model",),
+            registry=registry,
+        )
         # The gateway's own process under the names that every client library gives them: process_cpu_seconds_total and so on.
         ProcessCollector(registry=registry)
         Gauge("espalier_build_info", "Always 1; the label tells the version.", ("version",), registry=registry).labels(
@@ -116,7 +138,30 @@ class ClusterMetrics:
         """A client left before its reply was whole."""
         self._disconnects.labels(transport).inc()
 
+    def count_api_keys(self, count: Callable[[], int]) -> None:
+        """From now on tell at each scrape how many API keys are accepted. Without a key file there is nothing to tell."""
+        Gauge(
+            "espalier_gateway_api_keys",
+            "API keys that are accepted now; 0 means that the key file lets nobody in.",
+            registry=self._registry,
+        ).set_function(count)
+
     # What the gateway counts. `model` is always a served name.
+
+    def model_served(self, model: str) -> None:
+        """The model is served. Its counts are there from the start: one that first appears as 1 has not increased as far as Prometheus can
+        tell."""
+        self._in_flight.labels(model)
+        self._replays.labels(model)
+        self._replica_losses.labels(model)
+        for reason in (QueueFullError.code, DrainingError.code):
+            self._refusals.labels(model, reason)
+        for kind in get_args(RouteKind):
+            self._decisions.labels(model, kind)
+
+    def replicas_configured(self, model: str, count: int) -> None:
+        """The model should have so many replicas; told until something else is, also while there are none."""
+        self._configured.labels(model).set(count)
 
     def request_started(self, model: str) -> None:
         """A generate call was accepted; request_ended must follow, however it ends."""
@@ -141,6 +186,20 @@ class ClusterMetrics:
     def replica_lost(self, model: str) -> None:
         """The stream of a replica broke."""
         self._replica_losses.labels(model).inc()
+
+    def model_audited(self, model: str, results: Iterable[str]) -> None:
+        """Replies of the model are audited; each result is there from the start, as in model_served."""
+        self._audits_pending.labels(model)
+        for result in results:
+            self._audits.labels(model, result)
+
+    def audits_pending(self, model: str, change: int) -> None:
+        """So many more replies wait for their audit."""
+        self._audits_pending.labels(model).inc(change)
+
+    def audited(self, model: str, result: str) -> None:
+        """One audit has ended. result: an AuditResult."""
+        self._audits.labels(model, result).inc()
 
     def render(self, models: Sequence[ModelInfo], engines: Sequence[EngineSnapshot]) -> bytes:
         """The Prometheus text: this gateway's counts, the served models, and each of the live engines."""
@@ -169,6 +228,7 @@ class _Scrape(Collector):
             ready.add_metric([model.name], model.ready_replicas)
         yield ready
         yield _outstanding(self._engines)
+        yield _progress(self._engines)
         yield from _engine_families(self._engines)
 
 
@@ -181,6 +241,18 @@ def _outstanding(engines: Sequence[EngineSnapshot]) -> Metric:
     for engine in engines:
         if engine.outstanding_tokens is not None:
             family.add_metric([engine.model, engine.replica], engine.outstanding_tokens)
+    return family
+
+
+def _progress(engines: Sequence[EngineSnapshot]) -> Metric:
+    family = GaugeMetricFamily(
+        "espalier_replica_progress_timestamp_seconds",
+        "When a replica last told that it was idle or had finished a round, since the epoch.",
+        labels=ENGINE_LABELS,
+    )
+    for engine in engines:
+        if engine.progress_at is not None:
+            family.add_metric([engine.model, engine.replica], engine.progress_at)
     return family
 
 

@@ -9,6 +9,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from espalier.cluster.messages import ReplicaDescription, ReplicaReport
+from espalier.cluster.origin import Origin
 from espalier.replicas.errors import EngineError, ReplicaLostError
 from espalier.replicas.request import Request
 
@@ -43,8 +44,8 @@ class RayLink:
     async def renew(self) -> None:
         await self._call(self._handle.renew.remote(self._gateway_id, replica=self.replica_id))
 
-    async def submit(self, request: Request) -> None:
-        await self._call(self._handle.submit.remote(self._gateway_id, request, replica=self.replica_id))
+    async def submit(self, request: Request, origin: Origin | None = None) -> None:
+        await self._call(self._handle.submit.remote(self._gateway_id, request, origin, replica=self.replica_id))
 
     async def abort(self, request_id: str) -> None:
         await self._call(self._handle.abort.remote(request_id, replica=self.replica_id))

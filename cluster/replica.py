@@ -10,10 +10,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Protocol
 
-from espalier.cluster.config import ServedModel
+from espalier.cluster.config import ServedModel, TraceConfig
 from espalier.cluster.logs import LogConfig, configure_logging
 from espalier.cluster.messages import ReplicaDescription, ReplicaReport
+from espalier.cluster.origin import Origin
 from espalier.cluster.outbox import Outboxes
+from espalier.cluster.replica_spans import RequestTrail
+from espalier.cluster.tracing import start_tracing
 from espalier.replicas.errors import DrainingError, EngineError
 from espalier.replicas.report import Load, RoundReport
 from espalier.replicas.request import Request
@@ -54,23 +57,26 @@ LoadEngine = Callable[[ServedModel], tuple[ReplicaEngine, ShardInfo]]
 class EngineReplica:
     """One model on one device. A model that may not serve leaves the replica up, so that it can tell why instead of being started for ever.
 
-    logs: how this process logs; None leaves logging as it is.
-    `replica` in the methods is for the router (request_router.PinnedRouter) and is not looked at here.
+    logs: how this process logs; None leaves logging as it is. tracing: where its spans go; None means no spans.
+    `replica` in the methods is for the router (request_router.PinnedRouter): it names this replica. Here only spans tell it.
     """
 
-    def __init__(self, model: ServedModel, logs: LogConfig | None, load_engine: LoadEngine) -> None:
+    def __init__(
+        self, model: ServedModel, logs: LogConfig | None, load_engine: LoadEngine, tracing: TraceConfig | None = None
+    ) -> None:
         if logs is not None:
             configure_logging(logs, f"replica-{os.getpid()}")
         self._loop = asyncio.get_running_loop()
         self._outboxes = Outboxes()
+        self._trail = RequestTrail(model.name, start_tracing(tracing, "espalier-replica"))
         self._engine: ReplicaEngine | None = None
         try:
             self._engine, info = load_engine(model)
         except EngineError as error:
             log.error("the model may not serve", extra={"model": model.name, "reason": error.message})
-            self._description = ReplicaDescription(info=None, failure=error)
+            self._description = ReplicaDescription(info=None, failure=error, num_replicas=model.num_replicas)
         else:
-            self._description = ReplicaDescription(info=info, failure=None)
+            self._description = ReplicaDescription(info=info, failure=None, num_replicas=model.num_replicas)
             self._engine.start(self._on_round)
 
     async def describe(self, *, replica: str | None = None) -> ReplicaDescription:
@@ -101,15 +107,22 @@ class EngineReplica:
         """The gateway lives and still reads its stream."""
         self._outboxes.renew(gateway, time.monotonic())
 
-    async def submit(self, gateway: str, request: Request, *, replica: str | None = None) -> None:
-        """Take a request of an attached gateway. Raises what Engine.submit raises, and DrainingError when the gateway is not attached."""
+    async def submit(
+        self, gateway: str, request: Request, origin: Origin | None = None, *, replica: str | None = None
+    ) -> None:
+        """Take a request of an attached gateway. Raises what Engine.submit raises, and DrainingError when the gateway is not attached.
+
+        origin: what logs and spans of it carry.
+        """
         engine = self._require_engine()
         if not self._outboxes.own(request.request_id, gateway):
             raise DrainingError("the gateway is not attached to this replica")
+        self._trail.taken(request, origin, replica or "")
         try:
             engine.submit(request)
-        except BaseException:
+        except BaseException as error:
             self._outboxes.disown(request.request_id)
+            self._trail.refused(request, error)
             raise
 
     async def abort(self, request_id: str, *, replica: str | None = None) -> None:
@@ -126,6 +139,9 @@ class EngineReplica:
         engine = getattr(self, "_engine", None)
         if engine is not None:
             engine.stop()
+        trail = getattr(self, "_trail", None)
+        if trail is not None:
+            trail.close()
 
     def _require_engine(self) -> ReplicaEngine:
         if self._engine is None:
@@ -144,5 +160,6 @@ class EngineReplica:
         self._loop.call_soon_threadsafe(self._deliver, report)
 
     def _deliver(self, report: RoundReport) -> None:
+        self._trail.ended(report.events)
         self._outboxes.deliver(report.events)
         self._outboxes.notify_all()

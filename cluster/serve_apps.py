@@ -1,5 +1,6 @@
-"""The Serve applications of a cluster: one per model, and the gateway. Usable from a Serve config file as well as from app.start_cluster."""
+"""The Serve applications of a cluster: one per model, and the gateway. For app.start_cluster, and through serve_config.py for Serve config files."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -26,25 +27,49 @@ STOP_MARGIN_S = 10.0
 
 
 def build_engine_app(
-    model: ServedModel, config: ClusterConfig, *, logs: LogConfig | None = None, load: LoadEngine = load_engine
+    model: ServedModel,
+    config: ClusterConfig,
+    *,
+    logs: LogConfig | None = None,
+    load: LoadEngine = load_engine,
+    resources: Mapping[str, float] | None = None,
 ) -> Application:
-    """The application that serves one model; deploy it under names.engine_app_name(model.name), without a route."""
+    """The application that serves one model; deploy it under names.engine_app_name(model.name), without a route.
+
+    resources: what each replica asks of Ray beside CPUs and GPUs; it keeps a model on the nodes that have its files.
+    """
     deployment = serve.deployment(
         name=ENGINE_DEPLOYMENT,
         num_replicas=model.num_replicas,
-        ray_actor_options={"num_cpus": model.num_cpus, "num_gpus": model.num_gpus},
+        ray_actor_options={
+            "num_cpus": model.num_cpus,
+            "num_gpus": model.num_gpus,
+            "resources": dict(resources or {}),
+        },
         request_router_config=RequestRouterConfig(request_router_class=ROUTER_CLASS),
         **_common(config),
     )
-    return deployment(EngineReplica).bind(model, logs or _logs(config), load)
+    return deployment(EngineReplica).bind(model, logs or _logs(config), load, config.tracing)
 
 
 def build_gateway_app(
-    config: ClusterConfig, *, logs: LogConfig | None = None, load: LoadText = load_text
+    config: ClusterConfig,
+    *,
+    logs: LogConfig | None = None,
+    load: LoadText = load_text,
+    resources: Mapping[str, float] | None = None,
 ) -> Application:
-    """The application of the gateway; deploy it under names.GATEWAY_APP, without a route: it listens on ports of its own."""
+    """The application of the gateway; deploy it under names.GATEWAY_APP, without a route: it listens on ports of its own.
+
+    resources: what it asks of Ray; it keeps the gateway on the node that clients reach.
+    """
     deployment = serve.deployment(
-        name=GATEWAY_DEPLOYMENT, num_replicas=1, ray_actor_options={"num_cpus": 0}, **_common(config)
+        name=GATEWAY_DEPLOYMENT,
+        num_replicas=1,
+        # Ports of a node have one listener: a gateway that takes another's place starts when that one is gone.
+        max_replicas_per_node=1,
+        ray_actor_options={"num_cpus": 0, "resources": dict(resources or {})},
+        **_common(config),
     )
     return deployment(GatewayServer).bind(config, logs or _logs(config), load)
 

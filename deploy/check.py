@@ -7,7 +7,9 @@ import torch
 
 from espalier.cluster.config import ClusterConfig, ServedModel
 from espalier.cluster.ingress.auth import KeyFileError, check_key_file
-from espalier.deploy.config import advice, blamed_on, compose, resolve
+from espalier.cluster.settings import blamed_on, compose
+from espalier.cluster.tracing import require_opentelemetry
+from espalier.deploy.config import advice, resolve
 from espalier.deploy.locate import locate_model
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.checkpoint import open_checkpoint
@@ -26,6 +28,13 @@ def checked_config(flags: Mapping[str, str], config_file: str | None) -> tuple[C
             check_key_file(key_file)
         except (OSError, KeyFileError) as error:
             raise InvalidRequestError(f"api_key_file: {key_file}: {error}", param="api_key_file") from error
+    if config.tracing is not None:
+        with blamed_on(settings.common):
+            require_opentelemetry()
+    gpus, wanted = torch.cuda.device_count(), sum(model.num_gpus * model.num_replicas for model in config.models)
+    if wanted > gpus:
+        # Ray would wait for them.
+        raise InvalidRequestError(f"gpus: all replicas ask for {wanted:g}, and this machine has {gpus}", param="gpus")
     for model, layer in zip(config.models, settings.models, strict=True):
         with blamed_on(layer):
             check_model(model)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from espalier import __version__
+from espalier.cluster.options import OPTIONS, SWITCH, Scope, suggest
 from espalier.deploy.bench import command as bench
-from espalier.deploy.options import OPTIONS, SWITCH, Scope, suggest
 from espalier.replicas.errors import CheckpointError, EngineError, InvalidRequestError
 
 log = logging.getLogger("espalier.deploy")
@@ -19,7 +19,7 @@ GROUPS: tuple[tuple[str, tuple[Scope, ...]], ...] = (
     ("model and its replicas", ("model", "engine")),
     ("where clients call", ("gateway",)),
     ("router", ("router",)),
-    ("logs", ("cluster",)),
+    ("logs and traces", ("cluster",)),
 )
 SERVE_EPILOG = (
     "Each option is also an environment variable (--max-lanes: ESPALIER_MAX_LANES) and a key of the file (max_lanes: 16). Flags win over "
@@ -119,6 +119,32 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
+def _render_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of `espalier serve --config`")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path(), help="where the files go [.]")
+    parser.add_argument(
+        "--claim",
+        metavar="NAME=FOLDER",
+        action="append",
+        default=[],
+        help="models below FOLDER are on the PersistentVolumeClaim NAME, mounted there; may be given again",
+    )
+    parser.add_argument("--keys-secret", metavar="NAME", help="Secret that holds the API keys [espalier-api-keys]")
+
+
+def _render(args: argparse.Namespace) -> int:
+    from espalier.deploy.config import resolve
+    from espalier.deploy.render import render, target_of, write
+
+    # From the file alone: what it says is the same tomorrow, in another shell.
+    rendered = render(resolve({}, {}, config_file=str(args.config)), target_of(args.claim, args.keys_secret))
+    for path in write(rendered, args.out):
+        print(path)
+    for note in rendered.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", type=Path, help="Hugging Face folder or GGUF file")
     parser.add_argument(
@@ -164,6 +190,11 @@ COMMANDS = {
         _serve_arguments,
         _check,
         SERVE_EPILOG,
+    ),
+    "render": Command(
+        "write chart values and a Serve config that start the same cluster as a configuration file",
+        _render_arguments,
+        _render,
     ),
     "encode": Command("make a small EXL3 checkpoint without a GPU", _encode_arguments, _encode),
     "bench": Command("measure a running cluster: latency, speed, equal tokens", bench.arguments, bench.run),

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from espalier.deploy.config import LocatedModel
+from espalier.cluster.settings import LocatedModel
 from espalier.replicas.errors import EngineError, InvalidRequestError
 
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
@@ -41,10 +41,16 @@ def parse_model(model: str) -> Path | HubModel:
         return path.resolve()
     if path.exists():
         raise InvalidRequestError(f"model: {model} is a file; give the folder of a checkpoint", param="model")
-    match = _HUB_ID.fullmatch(model)
-    if match is None:
+    hub = hub_model(model)
+    if hub is None:
         raise InvalidRequestError(f"model: there is no folder {model}, and it is no hub id org/name", param="model")
-    return HubModel(match["repo"], match["revision"])
+    return hub
+
+
+def hub_model(model: str) -> HubModel | None:
+    """What a hub id names; None when it is none."""
+    match = _HUB_ID.fullmatch(model)
+    return None if match is None else HubModel(match["repo"], match["revision"])
 
 
 def locate_model(model: str | None, cache_dir: Path) -> LocatedModel:

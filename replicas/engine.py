@@ -75,6 +75,7 @@ class Engine:
         self._text = text
         self._clock = clock
         self._stats = EngineStats()
+        self._spare_stats = EngineStats()  # of requests that run in spare time; shown nowhere
         self._scheduler = Scheduler(config, group.info, self._stats)
         self._tracks = [Track(name="main", max_rows=config.batch_tokens, max_in_flight=config.max_steps_in_flight)]
         self._live: dict[str, _Live] = {}
@@ -204,7 +205,7 @@ class Engine:
             self._finish(live, FinishReason.ERROR, error=RequestFailedError(f"computing failed: {outcome.failure}"))
             return
         try:
-            event, stop = live.reply.push(outcome.sampled, self._clock.monotonic(), self._stats)
+            event, stop = live.reply.push(outcome.sampled, self._clock.monotonic(), self._stats_of(live))
         except Exception as error:
             logger.exception("making text of request %s failed", live.sequence.request.request_id)
             self._scheduler.end(live.sequence)
@@ -230,8 +231,13 @@ class Engine:
         del self._live[live.sequence.request.request_id]
         self._finished_at.append(now)
         cached_tokens = live.sequence.cached_tokens or 0
-        finish = live.reply.finish(reason, now, self._stats, cached_tokens=cached_tokens, matched=matched, error=error)
+        stats = self._stats_of(live)
+        finish = live.reply.finish(reason, now, stats, cached_tokens=cached_tokens, matched=matched, error=error)
         self._events.append(replace(event or live.reply.last_event(), finish=finish))
+
+    def _stats_of(self, live: _Live) -> EngineStats:
+        """What its latencies and tokens are counted in."""
+        return self._spare_stats if live.sequence.request.alone else self._stats
 
     def _expire(self) -> None:
         for sequence in expired((live.sequence for live in self._live.values()), self._clock.monotonic()):
@@ -259,7 +265,7 @@ class Engine:
                 raise DrainingError("this replica is stopping and takes no new requests")
             if request.request_id in self._live:
                 raise InvalidRequestError(f"request_id: {request.request_id} is live already", param="request_id")
-            if self._scheduler.is_full:
+            if self._scheduler.is_full_for(request):
                 num_waiting = self._scheduler.num_waiting
                 raise QueueFullError(
                     f"{num_waiting} requests are waiting already",
@@ -288,7 +294,9 @@ class Engine:
             return Load(
                 running=self._scheduler.num_running,
                 waiting=self._scheduler.num_waiting,
-                outstanding_tokens=sum(_num_outstanding(live.sequence) for live in self._live.values()),
+                outstanding_tokens=sum(
+                    _num_outstanding(live.sequence) for live in self._live.values() if not live.sequence.request.alone
+                ),
                 free_blocks=self._scheduler.pool.num_free,
                 total_blocks=self._scheduler.pool.num_blocks,
                 round_id=self._round_id,

@@ -94,6 +94,8 @@ class Request:
     prompt_token_ids: at least one. emitted_token_ids: tokens of this choice that an earlier attempt already produced; generation goes on
     after them and they count towards max_tokens, usage and the token hash, but are not sent again.
     priority: larger is more urgent. arrival_time, deadline: seconds since the epoch; no deadline when None.
+    use_prefix_cache: False takes nothing from the prefix cache and leaves nothing in it; never changes the tokens.
+    alone: it runs in spare time, and by itself: see schedule.scheduler.
     """
 
     request_id: str
@@ -104,6 +106,8 @@ class Request:
     priority: int = 0
     arrival_time: float = 0.0
     deadline: float | None = None
+    use_prefix_cache: bool = True
+    alone: bool = False
 
     def __post_init__(self) -> None:
         _require(len(self.prompt_token_ids) > 0, "prompt", "must hold at least one token")

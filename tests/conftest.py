@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if no_gpu is not None and item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)
-        if not any(item.get_closest_marker(name) for name in ("slow", "cluster", "timeout")):
+        if not any(item.get_closest_marker(name) for name in ("slow", "sweep", "cluster", "timeout")):
             item.add_marker(pytest.mark.timeout(QUICK_TIMEOUT_S))
 
 

@@ -1,6 +1,7 @@
 """API keys: a file of `label: key` lines, read again whenever it changes. A file that cannot be trusted lets nobody in. Knows neither wire.
 
-Trusted means: a regular file that group and others cannot touch (mode 0600 or stricter), at least one key, every line well formed.
+Trusted means: a regular file that group and others cannot touch (mode 0600 or stricter), at least one key, every line well formed. Where the
+file is root's and we are not, its group may read it: so a Secret reaches a pod.
 """
 
 import hashlib
@@ -66,6 +67,12 @@ class ApiKeys:
         """Whether a key is needed at all."""
         return self._path is not None
 
+    def count(self) -> int:
+        """How many keys are accepted now; 0 when the file cannot be trusted."""
+        if self._path is not None:
+            self._refresh(self._path)
+        return len(self._labels)
+
     def authenticate(self, key: str | None) -> str:
         """The label of a presented key. Raises UnauthenticatedError."""
         if self._path is None:
@@ -114,8 +121,9 @@ def _read(path: Path) -> tuple[dict[bytes, str], _Signature]:
         raise KeyFileError("it is not a regular file")
     with path.open(encoding="ascii") as file:
         status = os.fstat(file.fileno())
-        if status.st_mode & 0o077:
-            raise KeyFileError(f"its mode is {stat.S_IMODE(status.st_mode):04o}; it must be 0600")
+        largest = 0o640 if status.st_uid == 0 and os.geteuid() != 0 else 0o600
+        if status.st_mode & 0o077 & ~largest:
+            raise KeyFileError(f"its mode is {stat.S_IMODE(status.st_mode):04o}; it must be {largest:04o}")
         try:
             return parse_keys(file.read()), _signature(status)
         except UnicodeDecodeError as error:

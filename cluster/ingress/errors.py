@@ -84,6 +84,11 @@ def http_status(error: EngineError) -> int:
     return _row(error).http
 
 
+def is_fault(code: str) -> bool:
+    """Whether an error of that code is the server's fault, not the caller's."""
+    return WIRE_STATUS.get(code, _INTERNAL).http >= 500
+
+
 def grpc_status(error: EngineError) -> grpc.StatusCode:
     """gRPC status of the error; INTERNAL for a code the table lacks."""
     return _row(error).grpc

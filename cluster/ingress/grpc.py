@@ -11,6 +11,7 @@ from espalier.cluster.ingress.auth import ApiKeys
 from espalier.cluster.ingress.grpc_auth import KeyInterceptor
 from espalier.cluster.ingress.grpc_health import GatewayHealth
 from espalier.cluster.ingress.grpc_servicer import SERVICE, InferenceServicer
+from espalier.cluster.tracing import Tracer
 
 MAX_REQUEST_BYTES = 16 * 2**20
 MAX_RESPONSE_BYTES = 16 * 2**20
@@ -20,14 +21,16 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 MIN_PING_INTERVAL_MS = 10_000
 
 
-async def start_grpc_server(gateway: GenerateGateway, config: GatewayConfig) -> tuple[grpc.aio.Server, int]:
+async def start_grpc_server(
+    gateway: GenerateGateway, config: GatewayConfig, tracer: Tracer | None = None
+) -> tuple[grpc.aio.Server, int]:
     """Listen on config.host and config.grpc_port (0 takes a free one); the started server and its port. Raises OSError when it cannot.
 
     To stop: let gateway.draining become true, which turns health to NOT_SERVING, wait for the running calls, then `await server.stop(grace)`.
     """
     keys = ApiKeys(config.api_key_file)
     server = grpc.aio.server(interceptors=[KeyInterceptor(keys, gateway.metrics)], options=_options(config))
-    servicer = InferenceServicer(gateway)
+    servicer = InferenceServicer(gateway, tracer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, servicer.handlers()),))
     health_pb2_grpc.add_HealthServicer_to_server(GatewayHealth(gateway, frozenset({"", SERVICE})), server)
     if config.reflection:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -18,24 +17,27 @@ from espalier.cluster.call import STALLED_S, GenerateGateway
 from espalier.cluster.ingress import grpc_wire
 from espalier.cluster.ingress.errors import grpc_status, wire_error
 from espalier.cluster.ingress.grpc_auth import CLIENT
+from espalier.cluster.ingress.grpc_call import GrpcCall, grpc_call
 from espalier.cluster.ingress.grpc_status import abort
 from espalier.cluster.ingress.openai_reply import raise_failure
 from espalier.cluster.ingress.pb import inference_pb2 as pb
 from espalier.cluster.ingress.sampling_fields import check_token_ids, deadline_after
-from espalier.replicas.errors import RequestFailedError
+from espalier.cluster.tracing import Tracer
+from espalier.replicas.errors import DeadlineExceededError, DrainingError, RequestFailedError
 
 SERVICE = "espalier.v1.InferenceService"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Request = TypeVar("Request", bound=Message)
-Method = Callable[[Request, Context], Awaitable[Message | None]]
+Method = Callable[[Request, Context, GrpcCall], Awaitable[Message | None]]
 
 
 class InferenceServicer:
-    """The methods, and the handlers that a server registers."""
+    """The methods, and the handlers that a server registers. tracer: None means no spans."""
 
-    def __init__(self, gateway: GenerateGateway) -> None:
+    def __init__(self, gateway: GenerateGateway, tracer: Tracer | None = None) -> None:
         self._gateway = gateway
+        self._tracer = tracer
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
         """By method name. Requests arrive as bytes, so that a malformed one is answered like any other bad request."""
@@ -54,38 +56,42 @@ class InferenceServicer:
         """`method` with its request parsed, its errors turned into statuses and its end counted."""
 
         async def answer(raw: bytes, context: Context) -> Message | None:
-            metrics = self._gateway.metrics
-            try:
-                reply = await method(grpc_wire.parse(raw, kind), context)
-            except asyncio.CancelledError:
-                self._count_cancelled(name, context)
-                raise
-            except grpc.aio.InternalError:
-                self._count_cancelled(name, context)
-                with contextlib.suppress(grpc.aio.InternalError):
-                    await context.abort(grpc.StatusCode.CANCELLED, "the call is over")
-                return None
-            except Exception as error:
-                shown = wire_error(error)
-                metrics.grpc_request(name, grpc_status(shown).name)
-                await abort(context, shown)
-            metrics.grpc_request(name, grpc.StatusCode.OK.name)
-            return reply
+            with grpc_call(f"{SERVICE}/{name}", context.invocation_metadata() or (), self._tracer) as call:
+                try:
+                    reply = await method(grpc_wire.parse(raw, kind), context, call)
+                except asyncio.CancelledError:
+                    self._end_cancelled(name, call, context)
+                    raise
+                except grpc.aio.InternalError:
+                    self._end_cancelled(name, call, context)
+                    with contextlib.suppress(grpc.aio.InternalError):
+                        await context.abort(grpc.StatusCode.CANCELLED, "the call is over")
+                    return None
+                except Exception as error:
+                    shown = wire_error(error)
+                    self._end(name, call, grpc_status(shown), shown.code)
+                    await abort(context, shown)
+                self._end(name, call, grpc.StatusCode.OK)
+                return reply
 
         return answer
 
-    def _count_cancelled(self, name: str, context: Context) -> None:
-        """A call was cancelled: its deadline passed, this server stopped before the call was done, or the client left."""
-        metrics = self._gateway.metrics
-        if context.time_remaining() == 0:
-            metrics.grpc_request(name, grpc.StatusCode.DEADLINE_EXCEEDED.name)
-        elif self._gateway.draining:
-            metrics.grpc_request(name, grpc.StatusCode.UNAVAILABLE.name)
-        else:
-            metrics.grpc_request(name, grpc.StatusCode.CANCELLED.name)
-            metrics.client_disconnect("grpc")
+    def _end(self, name: str, call: GrpcCall, code: grpc.StatusCode, error: str | None = None) -> None:
+        """The call ends so. Counted before its client can know."""
+        call.code, call.error = code, error
+        self._gateway.metrics.grpc_request(name, code.name)
 
-    async def _generate(self, request: pb.GenerateRequest, context: Context) -> None:
+    def _end_cancelled(self, name: str, call: GrpcCall, context: Context) -> None:
+        """The call was cancelled: its deadline passed, this server stopped before the call was done, or the client left."""
+        if context.time_remaining() == 0:
+            self._end(name, call, grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceededError.code)
+        elif self._gateway.draining:
+            self._end(name, call, grpc.StatusCode.UNAVAILABLE, DrainingError.code)
+        else:
+            self._end(name, call, grpc.StatusCode.CANCELLED)
+            self._gateway.metrics.client_disconnect("grpc")
+
+    async def _generate(self, request: pb.GenerateRequest, context: Context, surroundings: GrpcCall) -> None:
         info = self._gateway.resolve(grpc_wire.require_model(request.model))
         text = self._gateway.text(info.name)
         call = await asyncio.to_thread(
@@ -93,10 +99,10 @@ class InferenceServicer:
             request,
             info,
             text,
-            call_id=f"gen-{uuid.uuid4().hex}",
+            call_id=f"gen-{surroundings.origin.request_id}",
             deadline=deadline_after(context.time_remaining()),
         )
-        call = replace(call, client=CLIENT.get())
+        call = replace(call, client=CLIENT.get(), origin=surroundings.origin)
         async with contextlib.aclosing(self._gateway.generate(call)) as choices:
             async for choice in choices:
                 message = grpc_wire.response(call, choice, text, token_ids=request.output.return_token_ids)
@@ -106,12 +112,14 @@ class InferenceServicer:
                     # A choice that failed ends the whole call: errors are statuses, never messages in the stream.
                     raise_failure(choice.event.finish)
 
-    async def _tokenize(self, request: pb.TokenizeRequest, _context: Context) -> pb.TokenizeResponse:
+    async def _tokenize(self, request: pb.TokenizeRequest, _context: Context, _call: GrpcCall) -> pb.TokenizeResponse:
         info = self._gateway.resolve(grpc_wire.require_model(request.model))
         token_ids = await asyncio.to_thread(grpc_wire.tokenize, request, info, self._gateway.text(info.name))
         return pb.TokenizeResponse(token_ids=token_ids, max_context=info.max_context)
 
-    async def _detokenize(self, request: pb.DetokenizeRequest, _context: Context) -> pb.DetokenizeResponse:
+    async def _detokenize(
+        self, request: pb.DetokenizeRequest, _context: Context, _call: GrpcCall
+    ) -> pb.DetokenizeResponse:
         info = self._gateway.resolve(grpc_wire.require_model(request.model))
         check_token_ids(request.token_ids, info, "token_ids")
         text = self._gateway.text(info.name)
@@ -119,7 +127,9 @@ class InferenceServicer:
             text=text.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
         )
 
-    async def _list_models(self, _request: pb.ListModelsRequest, _context: Context) -> pb.ListModelsResponse:
+    async def _list_models(
+        self, _request: pb.ListModelsRequest, _context: Context, _call: GrpcCall
+    ) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[grpc_wire.model(info) for info in self._gateway.models()])
 
 

@@ -74,6 +74,7 @@ def generate_call(
         priority=request.priority,
         deadline=deadline,
         session=request.session_id or None,
+        operation="chat" if request.HasField("chat") else "text_completion",
     )
 
 

@@ -38,6 +38,7 @@ from espalier.cluster.ingress.openai_shapes import ChatShape, CompletionShape
 from espalier.cluster.ingress.prompt_text import encode_prompt
 from espalier.cluster.ingress.sampling_fields import MAX_SESSION_LENGTH, check_token_ids
 from espalier.cluster.ingress.sse import EventStreamResponse, Opening, sse_frames
+from espalier.cluster.tracing import Tracer
 from espalier.replicas.errors import InvalidRequestError
 
 MODEL_ROUTE = "/v1/models/{model}"
@@ -45,8 +46,8 @@ OPEN_ROUTES = frozenset({"/health", "/ready"})
 SESSION_HEADER = "x-session-id"
 
 
-def build_http_app(gateway: GenerateGateway, config: GatewayConfig) -> Starlette:
-    """The ASGI application of one gateway. Keys are read from config.api_key_file as requests come."""
+def build_http_app(gateway: GenerateGateway, config: GatewayConfig, tracer: Tracer | None = None) -> Starlette:
+    """The ASGI application of one gateway. Keys are read from config.api_key_file as requests come. tracer: None means no spans."""
     api = _Api(gateway, config)
     routes = [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
@@ -59,13 +60,17 @@ def build_http_app(gateway: GenerateGateway, config: GatewayConfig) -> Starlette
         Route("/ready", api.ready),
         Route("/metrics", api.metrics),
     ]
+    keys = ApiKeys(config.api_key_file)
+    if keys.required:
+        gateway.metrics.count_api_keys(keys.count)
     front = Middleware(
         HttpFront,
-        keys=ApiKeys(config.api_key_file),
+        keys=keys,
         metrics=gateway.metrics,
         routes=frozenset(route.path for route in routes),
         prefix_route=MODEL_ROUTE,
         open_routes=OPEN_ROUTES | {"/metrics"} if config.metrics_open else OPEN_ROUTES,
+        tracer=tracer,
     )
     app = Starlette(routes=routes, middleware=[front], exception_handlers={HTTPException: unrouted})
     # A redirect of /ready/ to /ready would be one more answer that nobody asked for.
@@ -157,7 +162,7 @@ class _Api:
         """The reply to `calls`. A stream commits to status 200 with its first event, or after keepalive_s without one."""
         record = record_of(request)
         record.called = True
-        calls = [replace(call, client=record.client) for call in calls]
+        calls = [replace(call, client=record.client, origin=record.origin) for call in calls]
         reply = Reply(
             reply_id=call_id,
             created=int(time.time()),

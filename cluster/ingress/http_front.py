@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -20,9 +20,13 @@ from espalier.cluster.ingress.errors import (
     RouteNotFoundError,
     error_body,
     http_status,
+    is_fault,
     retry_after_s,
     wire_error,
 )
+from espalier.cluster.origin import ORIGIN, Origin, at_work_for
+from espalier.cluster.trace_context import TRACEPARENT, TRACESTATE, read_trace_context
+from espalier.cluster.tracing import Span, Tracer, Value
 from espalier.replicas.errors import EngineError, InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -39,17 +43,24 @@ _BY_THE_CLOCK = frozenset({"/health", "/ready", "/metrics"})
 class RequestRecord:
     """What the log line says of a request. Never a prompt, a reply or a key.
 
-    request_id: ours, in the log and in the reply's `x-request-id`. client: label of the key that was presented.
+    origin: its request id, ours, in the log and in the reply's `x-request-id`, and its trace. span: None where it is not traced.
+    client: label of the key that was presented.
     called: the gateway was asked to generate. error: code of the error that the reply ended in.
     """
 
     method: str
     route: str
-    request_id: str
+    origin: Origin
     client: str = ANONYMOUS
     called: bool = False
     error: str = NO_ERROR
     status: int = 0
+    span: Span | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The id in `origin`."""
+        return self.origin.request_id
 
     def failed(self, code: str) -> None:
         """The reply ended in an error of that code."""
@@ -89,6 +100,7 @@ class HttpFront:
         routes: frozenset[str],
         prefix_route: str,
         open_routes: frozenset[str],
+        tracer: Tracer | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -97,12 +109,20 @@ class HttpFront:
         self._prefix_route = prefix_route
         self._prefix = prefix_route[: prefix_route.index("{")]
         self._open_routes = open_routes
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[_RECORD] = RequestRecord(scope["method"], self._route(scope["path"]), uuid.uuid4().hex)
+        headers = Headers(scope=scope)
+        trace = read_trace_context(headers.getlist(TRACEPARENT), headers.getlist(TRACESTATE))
+        origin = Origin(uuid.uuid4().hex, trace)
+        record = scope[_RECORD] = RequestRecord(scope["method"], self._route(scope["path"]), origin)
+        with at_work_for(origin):
+            await self._answer(record, scope, receive, send)
+
+    async def _answer(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
 
         async def recording_send(message: Message) -> None:
@@ -115,6 +135,8 @@ class HttpFront:
             await self._run(record, scope, receive, recording_send)
         finally:
             self._metrics.http_request(record.route, record.status)
+            if record.span is not None:
+                _end_span(record.span, record)
             # Lines of probes and scrapes are of use only when something is looked for; the gateway has one for each call that it answers.
             told = record.route in _BY_THE_CLOCK or (record.called and record.error == NO_ERROR)
             seconds = round(time.monotonic() - started, 4)
@@ -127,6 +149,8 @@ class HttpFront:
                 record.client = self._keys.authenticate(
                     presented_key(headers.get("authorization"), headers.get("x-api-key"))
                 )
+            if self._tracer is not None and record.route not in _BY_THE_CLOCK:
+                self._begin_span(self._tracer, record)
             await self._app(scope, receive, send)
         except (ClientDisconnectedError, ClientDisconnect):
             record.status = STATUS_CLIENT_LEFT
@@ -137,10 +161,28 @@ class HttpFront:
             if record.status == 0:
                 await error_response(shown)(scope, receive, send)
 
+    def _begin_span(self, tracer: Tracer, record: RequestRecord) -> None:
+        """Only once the key is known to be good: strangers leave no traces."""
+        attributes = {"http.request.method": record.method, "http.route": record.route}
+        record.span = tracer.start(f"{record.method} {record.route}", record.origin.trace, attributes, kind="server")
+        record.origin = replace(record.origin, trace=record.span.context)
+        ORIGIN.set(record.origin)
+
     def _route(self, path: str) -> str:
         if path in self._routes:
             return path
         return self._prefix_route if path.startswith(self._prefix) else "other"
+
+
+def _end_span(span: Span, record: RequestRecord) -> None:
+    ends: dict[str, Value] = {
+        "http.response.status_code": record.status,
+        "espalier.request.id": record.request_id,
+        "espalier.client": record.client,
+    }
+    if record.error != NO_ERROR:
+        ends["espalier.error.code"] = record.error
+    span.end(ends, error=record.error if record.error != NO_ERROR and is_fault(record.error) else None)
 
 
 def error_response(error: EngineError) -> Response:

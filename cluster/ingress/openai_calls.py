@@ -120,4 +120,5 @@ def _call(
         priority=body.priority or 0,
         deadline=deadline_after(body.timeout),
         session=body.session_id or session,
+        operation="chat" if isinstance(body, ChatBody) else "text_completion",
     )

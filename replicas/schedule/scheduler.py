@@ -4,6 +4,10 @@ Decoding lanes get their rows first, so no prompt stalls them; prompts share wha
 when all tokens it has so far find blocks; from then on only decoding asks for more, and where none is free the last in rank is preempted: it
 keeps its tokens, gives up its blocks and waits again. A sequence of the first rank is never preempted, so some sequence always gets on.
 
+A request that wants to be alone is admitted when no other waits, holds a lane or is read by a step in flight, and leaves its lane, as if preempted,
+in the first plan after another has come. So no step has rows of it and of another; at most its steps in flight are done before the other's first.
+Figures of requests (running, waiting, prompt tokens, preemptions) leave it out.
+
 Nothing that a step in flight reads is freed: a sequence that has left its lane keeps blocks and lane until its last step is committed.
 """
 
@@ -57,6 +61,7 @@ class Scheduler:
         self._other_kinds = other_kinds
         self._root = root_key(info.weights_id, info.numerics_id, info.block_size)
         self._queue = WaitingQueue(config.max_waiting)
+        self._spare = WaitingQueue(config.max_waiting)  # those that want to be alone
         self._running: list[Sequence] = []  # by rank
         self._residents: dict[int, Sequence] = {}  # running ones, and those that steps in flight still read
         self._held: dict[int, list[tuple[StateKind[int], int]]] = {}  # state that a step in flight restores
@@ -68,7 +73,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that hold a lane."""
-        return len(self._running)
+        return len(self._running) if self._alone is None else 0
 
     @property
     def num_waiting(self) -> int:
@@ -76,9 +81,16 @@ class Scheduler:
         return len(self._queue)
 
     @property
-    def is_full(self) -> bool:
-        """Whether a newcomer has to be turned away."""
-        return self._queue.is_full(self._config.max_lanes - len(self._residents))
+    def _alone(self) -> Sequence | None:
+        """The running sequence that wants to be alone; no other runs then."""
+        return self._running[0] if self._running and self._running[0].request.alone else None
+
+    def is_full_for(self, request: Request) -> bool:
+        """Whether this newcomer has to be turned away."""
+        if request.alone:
+            return self._spare.is_full(num_free_lanes=1)
+        num_resident = sum(not sequence.request.alone for sequence in self._residents.values())
+        return self._queue.is_full(self._config.max_lanes - num_resident)
 
     def resident(self, seq_id: int) -> Sequence:
         """The sequence that a step calls so."""
@@ -89,13 +101,16 @@ class Scheduler:
         tokens = itertools.chain(request.prompt_token_ids, request.emitted_token_ids)
         chain = PrefixChain(self._root, self._info.block_size, tokens)
         sequence = Sequence(request, chain, order=next(self._orders), deadline=deadline)
-        self._queue.push(sequence)
+        self._queue_of(sequence).push(sequence)
         return sequence
+
+    def _queue_of(self, sequence: Sequence) -> WaitingQueue:
+        return self._spare if sequence.request.alone else self._queue
 
     def end(self, sequence: Sequence) -> None:
         """The sequence gets no more rows; its blocks are free once the last step that reads them is committed."""
         if sequence.status is Status.WAITING:
-            self._queue.remove(sequence)
+            self._queue_of(sequence).remove(sequence)
             sequence.status = Status.ENDED
         elif sequence.status is Status.RUNNING:
             self._leave(sequence, Status.ENDED)
@@ -105,6 +120,8 @@ class Scheduler:
     def plan(self, track: Track) -> Step | None:
         """The next step of this track; None when there is nothing to do on it."""
         builder = StepBuilder(self._next_step_id, track, max_lanes=self._config.max_lanes)
+        if self._alone is not None and self._queue.head() is not None:
+            self._leave(self._alone, Status.PREEMPTED)
         running = [sequence for sequence in self._running if sequence.residence.track == track.name]
         decoding = [sequence for sequence in running if sequence.decodes]
         prefilling = [sequence for sequence in running if sequence.num_to_plan and not sequence.decodes]
@@ -143,9 +160,11 @@ class Scheduler:
     def _admit_next(self, track: Track) -> Sequence | None:
         """Takes the head of the queue onto a lane, if a lane is free and all its tokens find blocks."""
         sequence = self._queue.head()
+        if sequence is None and not self._residents:
+            sequence = self._spare.head()
         if sequence is None or len(self._residents) >= self._config.max_lanes:
             return None
-        position = self._restorable(sequence.chain)
+        position = self._restorable(sequence)
         shared = self._kv.blocks(sequence.chain, position)
         num_new = blocks_for(sequence.num_tokens, self._info.block_size) - len(shared)
         # A block of room for each that runs already, lest the newcomer be preempted at once.
@@ -155,12 +174,12 @@ class Scheduler:
         table = BlockTable(self._info.block_size)
         table.append(self._kv.hold(sequence.chain, position))
         table.append(self.pool.allocate(num_new))
-        if sequence.cached_tokens is None:
+        if sequence.cached_tokens is None and not sequence.request.alone:
             self._stats.prompt_tokens += sequence.prompt_len
-            if self._config.prefix_cache:
+            if self._uses_prefixes(sequence):
                 self._stats.prefix_queries += sequence.prompt_len
                 self._stats.prefix_hits += min(position, sequence.prompt_len)
-        self._queue.remove(sequence)
+        self._queue_of(sequence).remove(sequence)
         sequence.admit(
             Residence(
                 seq_id=next(self._seq_ids),
@@ -176,10 +195,14 @@ class Scheduler:
         bisect.insort(self._running, sequence, key=lambda other: other.rank)
         return sequence
 
-    def _restorable(self, chain: PrefixChain) -> int:
+    def _uses_prefixes(self, sequence: Sequence) -> bool:
+        return self._config.prefix_cache and sequence.request.use_prefix_cache
+
+    def _restorable(self, sequence: Sequence) -> int:
         """Longest position that all kinds of state can restore. The last token is always run again: its logits are kept nowhere."""
-        if not self._config.prefix_cache:
+        if not self._uses_prefixes(sequence):
             return 0
+        chain = sequence.chain
         limit = len(chain.token_ids) - 1
         others = [kind.positions(chain, limit) for kind in self._other_kinds]
         return longest_common([self._kv.positions(chain, limit), *others])
@@ -226,7 +249,7 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence) -> None:
         """Makes blocks findable that are full and computed by now."""
-        if not self._config.prefix_cache:
+        if not self._uses_prefixes(sequence):
             return
         residence = sequence.residence
         num_full = residence.num_computed // self._info.block_size
@@ -249,7 +272,7 @@ class Scheduler:
         self._ends.append(seq_id)
         self.pool.free(residence.table.block_ids)
         if sequence.status is Status.WAITING:
-            self._queue.push(sequence)
+            self._queue_of(sequence).push(sequence)
 
     def check(self) -> None:
         """States the invariants; raises AssertionError where one does not hold."""
@@ -262,7 +285,8 @@ class Scheduler:
         assert len(self._residents) <= self._config.max_lanes
         assert self._running == sorted(self._running, key=lambda sequence: sequence.rank)
         assert all(sequence.status is Status.RUNNING for sequence in self._running)
-        assert all(sequence.status is Status.WAITING for sequence in self._queue)
+        assert self._alone is None or len(self._running) == 1
+        assert all(sequence.status is Status.WAITING for queue in (self._queue, self._spare) for sequence in queue)
 
 
 def accepted(step: Step, result: StepResult) -> StepCommit:

@@ -1,6 +1,5 @@
 """One real cluster for the whole session: two replicas of a tiny checkpoint behind one gateway, over both wires."""
 
-import contextlib
 import os
 import time
 import warnings
@@ -14,6 +13,7 @@ import pytest
 
 from espalier.cluster.config import ClusterConfig, GatewayConfig, ServedModel
 from espalier.replicas.config import EngineConfig
+from tests.support.processes import engine_pids
 from tests.support.tiny import make_tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class LiveCluster:
 
     def replica_pids(self) -> list[int]:
         """Processes of the engine replicas, by their titles."""
-        return sorted(pid for pid in _descendants(os.getpid()) if "ServeReplica:espalier-engine" in _title(pid))
+        return engine_pids(os.getpid())
 
     def metric(self, name: str) -> list[float]:
         """The family's values, one a series."""
@@ -108,17 +108,3 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
         running = start_cluster(config, ready_timeout_s=120)
         yield LiveCluster(running, checkpoint)
         running.stop(1.0)
-
-
-def _title(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    return ""
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield int(child)
-                yield from _descendants(int(child))

@@ -25,6 +25,7 @@ def test_without_a_file_everybody_may() -> None:
     keys = ApiKeys(None)
     assert keys.authenticate(None) == ANONYMOUS
     assert not keys.required
+    assert keys.count() == 0
 
 
 def test_keys_have_labels(key_file: Path) -> None:
@@ -76,6 +77,29 @@ def test_a_file_that_others_may_touch_closes_and_opens_again(
     ]
     key_file.chmod(0o600)
     assert keys.authenticate("key-of-ada") == "ada"
+
+
+@pytest.mark.parametrize(("mode", "accepted"), [(0o440, True), (0o640, True), (0o660, False), (0o644, False)])
+def test_the_group_may_read_what_root_gave_to_somebody_else(
+    key_file: Path, mode: int, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Secret's file in a pod: owned by root, readable by the group that Kubernetes gave the process."""
+    if os.stat(key_file).st_uid != 0:
+        pytest.skip("needs a file of root")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    key_file.chmod(mode)
+    assert ApiKeys(key_file).count() == (2 if accepted else 0)
+
+
+def test_the_count_follows_the_file(key_file: Path) -> None:
+    keys = ApiKeys(key_file)
+    assert keys.count() == 2
+    key_file.chmod(0o644)
+    assert keys.count() == 0
+    _write(key_file, "ada: key-of-ada\n")
+    assert keys.count() == 1
+    key_file.unlink()
+    assert keys.count() == 0
 
 
 def test_a_missing_file_closes_until_it_is_there(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from espalier.cluster.logs import LogConfig, LogFollower, configure_logging
+from espalier.cluster.origin import Origin, at_work_for
+from espalier.cluster.trace_context import TraceContext
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,30 @@ def test_json_lines_hold_the_event_and_its_fields(tmp_path: Path) -> None:
         "call_id": "a",
         "seconds": 0.5,
     }
+
+
+def test_json_lines_tell_the_request_and_the_trace_that_they_belong_to(tmp_path: Path) -> None:
+    configure_logging(LogConfig(as_json=True, folder=tmp_path), "p")
+    log = logging.getLogger("espalier")
+    trace = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01")
+    with at_work_for(Origin("one", trace)):
+        log.info("traced")
+        with at_work_for(Origin("two")):
+            log.info("plain")
+    log.info("nobody's")
+    lines = [json.loads(line) for line in (tmp_path / "p.log").read_text().splitlines()]
+    assert [(line.get("request_id"), line.get("trace_id")) for line in lines] == [
+        ("one", "a" * 32),
+        ("two", None),
+        (None, None),
+    ]
+
+
+def test_text_lines_say_nothing_of_it(tmp_path: Path) -> None:
+    configure_logging(LogConfig(folder=tmp_path), "p")
+    with at_work_for(Origin("one")):
+        logging.getLogger("espalier").info("request")
+    assert (tmp_path / "p.log").read_text().rstrip().endswith("info    request")
 
 
 def test_exceptions_stay_in_their_line(tmp_path: Path) -> None:

@@ -25,15 +25,3 @@ def test_a_port_that_is_taken_is_named(cluster: LiveCluster) -> None:
         start_cluster(replace(config, gateway=replace(config.gateway, http_port=http_port)))
     with pytest.raises(InvalidRequestError, match=f"grpc_port: port {grpc_port}"):
         start_cluster(replace(config, gateway=replace(config.gateway, grpc_port=grpc_port)))
-
-
-def test_names_that_would_share_an_application_are_refused(cluster: LiveCluster) -> None:
-    from espalier.cluster.app import start_cluster
-
-    engine = EngineConfig(model_path=cluster.checkpoint)
-    config = ClusterConfig(
-        models=(ServedModel(name="tiny-1", engine=engine), ServedModel(name="Tiny 1", engine=engine))
-    )
-    with pytest.raises(InvalidRequestError) as refused:
-        start_cluster(config)
-    assert refused.value.param == "models"

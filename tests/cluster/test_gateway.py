@@ -370,6 +370,9 @@ def test_metrics_show_the_replicas_that_are_there_and_no_others() -> None:
         async with Stage() as stage:
             text = stage.gateway.metrics_text().decode()
             assert 'espalier_num_requests_running{model="fake-model",replica="replica-0"}' in text
+            progress = 'espalier_replica_progress_timestamp_seconds{model="fake-model",replica="replica-0"}'
+            assert f"{progress} {stage.clock()}" in text
+            assert 'espalier_model_configured_replicas{model="fake-model"} 2.0' in text
             stage.links[0].kill()
             await until(lambda: stage.gateway.fleet.ids(MODEL.name) == {"replica-1"})
             text = stage.gateway.metrics_text().decode()

@@ -264,6 +264,15 @@ def test_probes_need_no_key(keyed: GatewayConfig, path: str) -> None:
     assert _ask(FakeGateway(), "GET", path, keyed).status_code == 200
 
 
+def test_accepted_keys_are_told_to_the_metrics(keyed: GatewayConfig) -> None:
+    gateway = FakeGateway()
+    build_http_app(gateway, GatewayConfig())
+    assert gateway.metrics.num_api_keys is None
+    build_http_app(gateway, keyed)
+    assert gateway.metrics.num_api_keys is not None
+    assert gateway.metrics.num_api_keys() == 1
+
+
 def test_metrics_can_be_open(keyed: GatewayConfig) -> None:
     config = GatewayConfig(api_key_file=keyed.api_key_file, metrics_open=True)
     assert _ask(FakeGateway(), "GET", "/metrics", config).status_code == 200

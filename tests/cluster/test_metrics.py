@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
+from espalier.cluster.audit_decisions import AuditResult
 from espalier.cluster.config import GatewayConfig
 from espalier.cluster.ingress.grpc_servicer import InferenceServicer
 from espalier.cluster.ingress.http import build_http_app
@@ -51,6 +52,11 @@ def busy_stats() -> EngineStats:
 
 def used_metrics() -> ClusterMetrics:
     metrics = ClusterMetrics(version="1.2.3")
+    metrics.count_api_keys(lambda: 2)
+    metrics.model_served("fake-model")
+    metrics.model_audited("fake-model", AuditResult)
+    metrics.replicas_configured("fake-model", 2)
+    metrics.replicas_configured("fake-model", 3)
     metrics.http_request("/v1/chat/completions", 200)
     metrics.http_request("/v1/chat/completions", 200)
     metrics.http_request("/wp-login.php", 404)
@@ -67,8 +73,12 @@ def used_metrics() -> ClusterMetrics:
     return metrics
 
 
-def engine(replica: str, stats: EngineStats | None = None, outstanding: int | None = None) -> EngineSnapshot:
-    return EngineSnapshot(model="fake-model", replica=replica, stats=stats, outstanding_tokens=outstanding)
+def engine(
+    replica: str, stats: EngineStats | None = None, outstanding: int | None = None, progress_at: float | None = None
+) -> EngineSnapshot:
+    return EngineSnapshot(
+        model="fake-model", replica=replica, stats=stats, outstanding_tokens=outstanding, progress_at=progress_at
+    )
 
 
 def samples(text: bytes) -> Samples:
@@ -101,6 +111,31 @@ def test_gateway_counts() -> None:
     assert value(found, "espalier_router_decisions_total", model="fake-model", kind="prefix") == 1
     assert value(found, "espalier_model_ready_replicas", model="fake-model") == 2
     assert value(found, "espalier_build_info", version="1.2.3") == 1
+    assert value(found, "espalier_model_configured_replicas", model="fake-model") == 3
+    assert value(found, "espalier_gateway_api_keys") == 2
+
+
+def test_counts_that_alerts_watch_start_at_zero() -> None:
+    """One that appears as 1 has not increased as far as Prometheus can tell."""
+    metrics = ClusterMetrics(version="1")
+    metrics.model_served("m")
+    found = samples(metrics.render([], []))
+    assert value(found, "espalier_gateway_requests_in_flight", model="m") == 0
+    assert value(found, "espalier_gateway_replays_total", model="m") == 0
+    assert value(found, "espalier_gateway_replica_losses_total", model="m") == 0
+    for reason in ("queue_full", "unavailable"):
+        assert value(found, "espalier_gateway_refusals_total", model="m", reason=reason) == 0
+    for kind in ("prefix", "session", "load"):
+        assert value(found, "espalier_router_decisions_total", model="m", kind=kind) == 0
+
+
+def test_api_keys_are_counted_at_each_scrape_and_only_if_there_is_a_file() -> None:
+    metrics = ClusterMetrics(version="1")
+    assert b"espalier_gateway_api_keys" not in metrics.render([], [])
+    counts = [1, 0]
+    metrics.count_api_keys(lambda: counts.pop())
+    assert value(samples(metrics.render([], [])), "espalier_gateway_api_keys") == 0
+    assert value(samples(metrics.render([], [])), "espalier_gateway_api_keys") == 1
 
 
 def test_free_text_makes_no_series() -> None:
@@ -141,7 +176,7 @@ def test_the_gateways_process_is_there() -> None:
 
 
 def test_engine_figures_are_the_snapshot() -> None:
-    found = samples(ClusterMetrics(version="1").render([], [engine("r1", busy_stats(), outstanding=321)]))
+    found = samples(ClusterMetrics(version="1").render([], [engine("r1", busy_stats(), 321, 1700.5)]))
     labels = {"model": "fake-model", "replica": "r1"}
     assert value(found, "espalier_num_requests_running", **labels) == 3
     assert value(found, "espalier_num_requests_waiting", **labels) == 2
@@ -156,6 +191,7 @@ def test_engine_figures_are_the_snapshot() -> None:
     assert value(found, "espalier_decode_rows_total", **labels) == 86
     assert value(found, "espalier_request_success_total", finished_reason="stop", **labels) == 5
     assert value(found, "espalier_router_outstanding_tokens", **labels) == 321
+    assert value(found, "espalier_replica_progress_timestamp_seconds", **labels) == 1700.5
 
 
 def test_histograms_are_cumulative() -> None:
@@ -197,7 +233,7 @@ def test_families_have_vllm_names_and_types() -> None:
 
 
 def test_every_family_has_help_and_prefix() -> None:
-    text = used_metrics().render([fake_model()], [engine("r1", busy_stats(), 1)]).decode()
+    text = used_metrics().render([fake_model()], [engine("r1", busy_stats(), 1, 1700.5)]).decode()
     families = list(text_string_to_metric_families(text))
     for family in families:
         assert family.name.startswith(("espalier_", "process_")), family.name
@@ -224,6 +260,6 @@ def test_every_count_of_an_engine_is_shown() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian package prometheus)")
 def test_promtool_finds_nothing() -> None:
-    text = used_metrics().render([fake_model()], [engine("r1", busy_stats(), 1), engine("r2")])
+    text = used_metrics().render([fake_model()], [engine("r1", busy_stats(), 1, 1700.5), engine("r2")])
     check = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
     assert (check.returncode, check.stdout + check.stderr) == (0, b"")

@@ -71,6 +71,11 @@ def test_check_holds_the_context_against_the_model(tiny: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.startswith("espalier: --context: tiny has positions for ")
 
 
+def test_check_counts_the_gpus_that_replicas_ask_for(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--model", str(tiny), "--replicas", "2", "--gpus", "1000"]) == 2
+    assert capsys.readouterr().err.startswith("espalier: gpus: all replicas ask for 2000, and this machine has ")
+
+
 def test_check_refuses_a_broken_checkpoint_by_file(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,7 +99,7 @@ def test_the_unreadable_architecture_does_not_spill() -> None:
     assert code.stack == 0 and code.registers == sibling.registers
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rate", RATES)
 def test_whole_table(rate: float) -> None:
     for codebook in Codebook if rate == int(rate) else [Codebook.MUL1]:

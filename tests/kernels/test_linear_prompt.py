@@ -150,7 +150,7 @@ def test_member_ends_are_counted_from_the_run() -> None:
     [
         (128, 7),
         (256, 12),
-        *(pytest.param(256, rate2, marks=pytest.mark.slow) for rate2 in (2, 3, 4, 5, 6, 7, 8, 10, 14, 16)),
+        *(pytest.param(256, rate2, marks=pytest.mark.sweep) for rate2 in (2, 3, 4, 5, 6, 7, 8, 10, 14, 16)),
     ],
 )
 def test_hopper_form_overlaps_and_does_not_spill(tokens: int, rate2: int) -> None:

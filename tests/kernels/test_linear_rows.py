@@ -207,7 +207,7 @@ def test_the_hopper_form_compiles(rows: int) -> None:
 
 
 @needs_gluon
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_the_portable_form_at_other_tiles(capability: int, rows: int) -> None:
@@ -215,7 +215,7 @@ def test_the_portable_form_at_other_tiles(capability: int, rows: int) -> None:
 
 
 @needs_gluon
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("codebook", [0, 1, 2])
 def test_no_rate_spills(rate: float, codebook: int) -> None:

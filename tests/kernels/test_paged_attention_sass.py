@@ -45,7 +45,7 @@ def test_decode_on_hopper() -> None:
     check_decode(compile_decode(90))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("capability", [80, 86, 89, 120, 121])
 def test_decode_elsewhere(capability: int) -> None:
     check_decode(compile_decode(capability))

@@ -26,6 +26,7 @@ TORCHLESS = (
     "deploy/cli.py",
     "deploy/config.py",
     "deploy/options.py",
+    "deploy/render.py",
     "deploy/locate.py",
     "deploy/local.py",
     "deploy/bench",

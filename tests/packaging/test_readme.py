@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from espalier.cluster.options import BY_NAME
 from espalier.deploy.cli import build_parser
-from espalier.deploy.options import BY_NAME, markdown_table
+from espalier.deploy.options import markdown_table
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ around it, must end in the same hash.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,20 @@ def test_the_next_turn_reuses_the_reply_and_is_exact(models: Models) -> None:
         (first,) = run.run(make_request("first", prompt, params=params))
         (second,) = run.run(make_request("second", [*prompt, *first.token_ids, *prompt_of(2, 9)], params=PENALIZED))
         assert second.finish is not None and second.finish.usage.cached_tokens == 64
+        models.assert_exact(run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_re_run_alone_and_without_cache_is_equal(models: Models, kind: str) -> None:
+    requests = crowd(8, KINDS[kind])
+    again = [replace(r, request_id=f"{r.request_id} again", alone=True, use_prefix_cache=False) for r in requests]
+    with models.run() as run:
+        run.run(*requests)
+        run.submit(*again)
+        # The re-runs give way to these.
+        run.run(*(make_request(f"after {r.request_id}", r.prompt_token_ids, params=r.params) for r in requests))
+        finishes = [answer.finish for answer in run.wait(*(r.request_id for r in again))]
+        assert [finish.usage.cached_tokens for finish in finishes if finish is not None] == [0] * 8
         models.assert_exact(run)
 
 

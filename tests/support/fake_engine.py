@@ -44,10 +44,14 @@ class _Running:
 
 
 class FakeEngine:
-    """refuse: raised by every submit. period_s: seconds a round; None leaves the rounds to the caller. stuck: reports itself unhealthy."""
+    """refuse: raised by every submit. reply_of: what it says to a request. stuck: reports itself unhealthy.
+
+    period_s: seconds a round; None leaves the rounds to the caller.
+    """
 
     def __init__(self, period_s: float | None = None) -> None:
         self.refuse: EngineError | None = None
+        self.reply_of = reply_of
         self.stuck = False
         self.aborted: list[str] = []
         self.submitted: list[Request] = []
@@ -69,7 +73,7 @@ class FakeEngine:
             raise self.refuse
         with self._lock:
             self.submitted.append(request)
-            self._running[request.request_id] = _Running(request, reply=reply_of(request))
+            self._running[request.request_id] = _Running(request, reply=self.reply_of(request))
 
     def abort(self, request_id: str) -> bool:
         with self._lock:

@@ -5,7 +5,7 @@ and which streams were closed before their end.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,7 @@ class FakeMetrics:
     http: list[tuple[str, int]] = field(default_factory=list)
     grpc: list[tuple[str, str]] = field(default_factory=list)
     disconnects: list[str] = field(default_factory=list)
+    num_api_keys: Callable[[], int] | None = None
 
     def http_request(self, route: str, status: int) -> None:
         self.http.append((route, status))
@@ -109,6 +110,9 @@ class FakeMetrics:
 
     def client_disconnect(self, transport: str) -> None:
         self.disconnects.append(transport)
+
+    def count_api_keys(self, count: Callable[[], int]) -> None:
+        self.num_api_keys = count
 
 
 def fake_model(name: str = FAKE_MODEL, **changes: Any) -> ModelInfo:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from espalier.cluster.config import ServedModel
 from espalier.cluster.messages import ReplicaDescription, ReplicaReport
+from espalier.cluster.origin import Origin
 from espalier.cluster.replica import EngineReplica
 from espalier.replicas.config import EngineConfig
 from espalier.replicas.errors import ReplicaLostError
@@ -65,10 +66,10 @@ class LocalLink:
         self._check()
         await self.replica.renew("gateway")
 
-    async def submit(self, request: Request) -> None:
+    async def submit(self, request: Request, origin: Origin | None = None) -> None:
         self._check()
         await self.hold_submit.wait()
-        await self.replica.submit("gateway", request)
+        await self.replica.submit("gateway", request, origin, replica=self.replica_id)
 
     async def abort(self, request_id: str) -> None:
         self._check()
