@@ -73,8 +73,10 @@ def test_the_entrypoint_finds_the_driver_and_becomes_the_command(root: Path, tmp
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    folder.chmod(0o755)
     make_tiny_checkpoint(folder / "tiny")
+    # The image's user is not the one who wrote it.
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
     return folder
 
 
@@ -109,18 +111,8 @@ def test_it_has_what_a_cluster_needs(image: Image, models: Path, chart: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_it_serves_from_a_read_only_root_and_stops(image: Image, models: Path, tmp_path: Path) -> None:
-    options = [
-        "--model",
-        "/mnt/tiny",
-        "--replicas",
-        "1",
-        "--http-port",
-        "0",
-        "--grpc-port",
-        "0",
-        "--drain-timeout",
-        "1",
-    ]
+    ports = ["--http-port", "0", "--grpc-port", "0"]
+    options = ["--model", "/mnt/tiny", "--replicas", "1", "--drain-timeout", "1", *ports]
     log = tmp_path / "log"
     with log.open("w") as output:
         command = image.command("espalier", "serve", *options, models=models)
