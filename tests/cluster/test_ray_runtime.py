@@ -15,9 +15,14 @@ def test_a_ray_that_cannot_start_is_told_and_leaves_nothing(monkeypatch: pytest.
     def init(**_: Any) -> None:
         raise Exception("the node timed out")
 
+    # The session's cluster, if there is one, lives in this process too: only what is asked of Ray is looked at.
+    shut_down: list[bool] = []
     monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: shut_down.append(True))
     monkeypatch.setattr(ray_runtime.tempfile, "mkdtemp", lambda **_: str(tmp_path / "ray"))
     (tmp_path / "ray").mkdir()
     with pytest.raises(EngineError, match="Ray cannot start: the node timed out"):
         RayRuntime(RayOptions(), cpus_asked=1.0)
     assert not (tmp_path / "ray").exists()
+    assert shut_down
