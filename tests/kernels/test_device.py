@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from espalier.kernels.device import (
     ARITHMETICS,
     DeviceClass,
+    _device_class,
     classify,
     device_class,
     gluon_tested,
@@ -94,7 +96,15 @@ def test_a_cpu_is_a_class_of_its_own() -> None:
     assert (found.name, found.num_sms, found.gluon, found.triton) == ("cpu", 0, False, interpreting())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    _device_class.cache_clear()
+    yield
+    _device_class.cache_clear()
+
+
+@pytest.mark.usefixtures("no_cuda")
 def test_asking_for_an_absent_gpu_is_answered() -> None:
     assert (
         device_class(torch.device("cuda")) == device_class(torch.device("cuda", 3)) == device_class(torch.device("cpu"))

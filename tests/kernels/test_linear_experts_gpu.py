@@ -79,7 +79,7 @@ def test_route(tokens: int, experts: int, top_k: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 5, 40, 300])
 def test_products_equal_each_experts_own(name: str, tokens: int) -> None:
     if name == "expert_mma" and not device_class(torch.device("cuda")).gluon:
-        pytest.skip("needs Gluon")
+        pytest.skip(f"{name} does not run on this device")
     from espalier.kernels.linear.dispatch import load_kernels
 
     form, (group, _) = load_kernels(name, "expert_plain"), stacked()

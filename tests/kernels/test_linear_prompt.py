@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 
-from espalier.kernels.device import triton_version
 from espalier.kernels.linear.prompt_schedule import (
     Deal,
     Segment,
@@ -16,7 +15,7 @@ from espalier.kernels.linear.prompt_schedule import (
     segments_of,
 )
 from espalier.kernels.linear.splits import split_borders
-from tests.support.sass import compile_kernel
+from tests.support.sass import compile_kernel, needs_triton
 
 SCHEDULES = [
     (rows, blocks, splits, programs)
@@ -25,7 +24,6 @@ SCHEDULES = [
     for splits in (1, 3, 8)
     for programs in (1, 13, 132)
 ]
-needs_triton = pytest.mark.skipif(triton_version() is None, reason="no Triton here")
 
 
 def tiles_of(rows: int, blocks: int) -> int:

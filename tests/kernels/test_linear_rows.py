@@ -3,6 +3,7 @@
 # ruff: noqa: N803 (compile-time constants of kernels are in capitals, as Triton's own are)
 
 import dataclasses
+import importlib.util
 import itertools
 from typing import Any
 
@@ -26,17 +27,15 @@ from espalier.kernels.linear.rows_launch import (
 )
 from espalier.kernels.linear.splits import num_splits, split_borders
 from tests.support.linears import random_linear
-from tests.support.sass import MachineCode, compile_kernel
+from tests.support.sass import MachineCode, compile_kernel, needs_triton
 
-try:
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
 
     from espalier.kernels.linear import rows_mma, rows_wgmma
-except ImportError:
-    gluon = None
 
-needs_gluon = pytest.mark.skipif(gluon is None, reason="needs Triton with Gluon")
 HOPPER = DeviceClass((9, 0), 132, 232448, triton=True, gluon=True)
 ARCHITECTURES = (80, 86, 89, 90, 120, 121)
 UNREADABLE = 121  # the disassembler in Triton 3.6 does not know it
@@ -158,7 +157,7 @@ def compiled(
     return compile_kernel(kernel, types, constants, capability, shape.warps, **options)
 
 
-if gluon is not None:
+if HAS_TRITON:
 
     @gluon.jit
     def one_run_mma(
@@ -183,7 +182,7 @@ if gluon is not None:
         )  # fmt: skip
 
 
-@needs_gluon
+@needs_triton
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_the_portable_form_compiles_for_every_card(capability: int, rows: int) -> None:
@@ -198,7 +197,7 @@ def test_the_portable_form_compiles_for_every_card(capability: int, rows: int) -
         assert code.longest_loop().total() < 64 * 5.5
 
 
-@needs_gluon
+@needs_triton
 @pytest.mark.parametrize("rows", [64, 128])
 def test_the_hopper_form_compiles(rows: int) -> None:
     code = compiled("rows_wgmma", 90, 5120, rows)
@@ -206,7 +205,7 @@ def test_the_hopper_form_compiles(rows: int) -> None:
     assert any(opcode.startswith("HGMMA") for _, opcode, _ in code.instructions)
 
 
-@needs_gluon
+@needs_triton
 @pytest.mark.sweep
 @pytest.mark.parametrize("rows", [16, 32])
 @pytest.mark.parametrize("capability", ARCHITECTURES)
@@ -214,7 +213,7 @@ def test_the_portable_form_at_other_tiles(capability: int, rows: int) -> None:
     assert compiled("rows_mma", capability, 5120, rows).stack == 0
 
 
-@needs_gluon
+@needs_triton
 @pytest.mark.sweep
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("codebook", [0, 1, 2])

@@ -3,6 +3,7 @@
 Knows no kernel. Needs Triton for Linux, whose wheel brings the assembler and the disassembler.
 """
 
+import importlib.util
 import re
 import subprocess
 import tempfile
@@ -11,6 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton exists for Linux on x86-64 only"
+)
 
 # cuobjdump prints one instruction a line: an address in a comment, a guard perhaps, opcode, operands; then, for some architectures, what to
 # wait for, and the encoding in a comment.
