@@ -26,6 +26,11 @@ class Codebook(enum.StrEnum):
         return None if multiplier is None else _as_int32(multiplier)
 
     @property
+    def number(self) -> int:
+        """What kernels know it by, as a compile-time constant: 0, 1 and 2 in the order above."""
+        return tuple(Codebook).index(self)
+
+    @property
     def allows_half_rates(self) -> bool:
         """1.5, 2.5 and 3.5 bits exist for mul1 only."""
         return self is Codebook.MUL1

@@ -5,7 +5,7 @@
 
 words: pointer to int32, the packed trellis (`exl3/pack.py`), of less than 2^31 elements. ROW: elements of one step of it, out * RATE2. tile:
 first of the program's TILES column tiles, which are dealt out to its W warps in turn. RATE2: twice the rate (7 is 3.5 bits). A:
-DotOperandLayout(0, ACC, 2), ACC of [W, 1] warps. CODEBOOK: `codebook_constant`. decode_words has a last argument JOIN: how mul1's sums of
+DotOperandLayout(0, ACC, 2), ACC of [W, 1] warps. CODEBOOK: `Codebook.number`. decode_words has a last argument JOIN: how mul1's sums of
 bytes are paired, which moves work between pipes and changes no value.
 
 A loop that is short of instructions keeps pointers, and loads each step's words after it has decoded those that they replace:
@@ -24,16 +24,9 @@ multiplication for each load. Windows, the 16-bit states of a lane's weights, ar
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from espalier.kernels.exl3.codebook import Codebook
 from espalier.kernels.exl3.decode_windows import windows
 
-CODEBOOK_NUMBERS = {Codebook.THREE_INST: 0, Codebook.MCG: 1, Codebook.MUL1: 2}
 JOIN_PRMT, JOIN_IMAD = gl.constexpr(0), gl.constexpr(1)
-
-
-def codebook_constant(codebook: Codebook) -> int:
-    """What kernels know a codebook by."""
-    return CODEBOOK_NUMBERS[codebook]
 
 
 # ---- loads ----

@@ -3,18 +3,14 @@
     weights = decode_step(words, tile, step, tiles, NUM_TILES, RATE2, CODEBOOK)      fp16 [64, 16 * NUM_TILES]: [input, output]
 
 words: pointer to int32, the packed trellis (`exl3/pack.py`), of less than 2^31 elements. step: which 64 inputs. tile: the first of NUM_TILES
-column tiles, a power of two. tiles: column tiles of the whole trellis. RATE2: twice the rate (7 is 3.5 bits). CODEBOOK: one of
-CODEBOOK_NUMBERS. Each lane's fields are loaded once and give its eight windows; then weights move to where a product wants them.
+column tiles, a power of two. tiles: column tiles of the whole trellis. RATE2: twice the rate (7 is 3.5 bits). CODEBOOK:
+`Codebook.number`. Each lane's fields are loaded once and give its eight windows; then weights move to where a product wants them.
 """
 # ruff: noqa: N803, N806 (compile-time constants of kernels are in capitals, as Triton's own are)
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
 import triton
 import triton.language as tl
-
-from espalier.kernels.exl3.codebook import Codebook
-
-CODEBOOK_NUMBERS = {Codebook.THREE_INST: 0, Codebook.MCG: 1, Codebook.MUL1: 2}
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.exl3.codebook import Codebook
-from espalier.kernels.exl3.decode_plain import CODEBOOK_NUMBERS, decode_step
+from espalier.kernels.exl3.decode_plain import decode_step
 
 _TILES = 8  # column tiles of one program
 
@@ -33,6 +33,6 @@ def reconstruct(words: Tensor, codebook: Codebook, out: Tensor | None = None) ->
         out = torch.empty((steps * 64, tiles * 16), dtype=torch.float16, device=words.device)
     assert out.shape == (steps * 64, tiles * 16) and out.dtype == torch.float16 and out.is_contiguous()
     _reconstruct[(steps, tiles // _TILES)](
-        words, out, tiles, TILES=_TILES, RATE2=size // 16, CODEBOOK=CODEBOOK_NUMBERS[codebook], num_warps=4
+        words, out, tiles, TILES=_TILES, RATE2=size // 16, CODEBOOK=codebook.number, num_warps=4
     )
     return out

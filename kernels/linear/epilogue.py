@@ -11,7 +11,6 @@ that use it with `enable_fp_fusion=False`. Knows neither rates nor how a partial
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from espalier.kernels.exl3.decode import codebook_constant
 from espalier.kernels.linear.group import LinearGroup
 from espalier.kernels.linear.rows_launch import BLOCK
 
@@ -23,8 +22,7 @@ _BLOCK: gl.constexpr = gl.constexpr(BLOCK)
 def run_constants(group: LinearGroup) -> tuple[tuple[int, int, int, int], ...]:
     """(first column, end, 2 * rate, codebook's number) of each run."""
     return tuple(
-        (run.first_column, run.first_column + run.columns, int(2 * run.rate), codebook_constant(run.codebook))
-        for run in group.runs
+        (run.first_column, run.first_column + run.columns, int(2 * run.rate), run.codebook.number) for run in group.runs
     )
 
 

@@ -11,7 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from espalier.kernels.counters import Scratch, ScratchSize
-from espalier.kernels.exl3.decode import codebook_constant
 from espalier.kernels.linear.epilogue import finish
 from espalier.kernels.linear.expert_group import ExpertGroup
 from espalier.kernels.linear.expert_route import Route
@@ -92,7 +91,7 @@ def launch(x_rot: Tensor, group: ExpertGroup, route: Route, out: Tensor, scratch
             MEMBER=group.member_width,
             K=group.in_features,
             N=group.out_features,
-            RUNS=((0, group.out_features, int(2 * group.rate), codebook_constant(group.codebook)),),
+            RUNS=((0, group.out_features, int(2 * group.rate), group.codebook.number),),
             W=shape.warps,
             SPLITS=splits,
             BT=shape.token_tile,

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.counters import Scratch, ScratchSize
-from espalier.kernels.exl3.decode_plain import CODEBOOK_NUMBERS
 from espalier.kernels.linear.expert_group import ExpertGroup
 from espalier.kernels.linear.expert_route import Route
 from espalier.kernels.linear.plain import COLUMNS, store_rotated, sum_splits
@@ -58,7 +57,7 @@ def launch(x_rot: Tensor, group: ExpertGroup, route: Route, out: Tensor, scratch
         SPLITS=num_splits(group.in_features),
         ROWS=route.block_rows,
         RATE2=int(2 * group.rate),
-        CODEBOOK=CODEBOOK_NUMBERS[group.codebook],
+        CODEBOOK=group.codebook.number,
         HAS_BIAS=group.bias is not None,
         num_warps=8 if route.block_rows == 64 else 4,
         num_stages=2,

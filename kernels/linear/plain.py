@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.counters import Scratch, ScratchSize
-from espalier.kernels.exl3.decode_plain import CODEBOOK_NUMBERS, decode_step
+from espalier.kernels.exl3.decode_plain import decode_step
 from espalier.kernels.hadamard.rotate import SCALE, hadamard_128
 from espalier.kernels.linear.group import LinearGroup
 from espalier.kernels.linear.splits import num_splits
@@ -138,7 +138,7 @@ def launch(x_rot: Tensor, group: LinearGroup, out: Tensor, scratch: Scratch) -> 
     for member, width in enumerate(group.widths):
         run = next(run for run in group.runs if column < run.first_column + run.columns)
         product = {"K": width_in, "SPLITS": splits, "ROWS": block}
-        weights = {"RATE2": int(2 * run.rate), "CODEBOOK": CODEBOOK_NUMBERS[run.codebook]}
+        weights = {"RATE2": int(2 * run.rate), "CODEBOOK": run.codebook.number}
         place = ((column - run.first_column) // 16, run.columns // 16)
         grid = (width // COLUMNS, triton.cdiv(rows, block))
         if _spreads(width, rows):

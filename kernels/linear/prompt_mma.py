@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import device_class
-from espalier.kernels.exl3.decode import JOIN_IMAD, codebook_constant, decode_words, load_words
+from espalier.kernels.exl3.decode import JOIN_IMAD, decode_words, load_words
 from espalier.kernels.linear.group import LinearGroup, Run
 from espalier.kernels.linear.prompt_output import store_tokens
 from espalier.kernels.linear.prompt_schedule import member_ends
@@ -152,7 +152,7 @@ def launch_run(x_rot: Tensor, group: LinearGroup, run: Run, out: Tensor, shape: 
         STAGES=shape.stages,
         SPLITS=num_splits(in_features),
         RATE2=int(2 * run.rate),
-        CODEBOOK=codebook_constant(run.codebook),
+        CODEBOOK=run.codebook.number,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

@@ -14,7 +14,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import device_class
-from espalier.kernels.exl3.decode import codebook_constant
 from espalier.kernels.linear.group import LinearGroup, Run
 from espalier.kernels.linear.prompt_schedule import MAX_PROGRAMS, choose_tokens, deal, member_ends
 from espalier.kernels.linear.prompt_wgmma_multiply import consumer, producer
@@ -99,7 +98,7 @@ def launch_run(
         STAGES=STAGES[tokens],
         SPLITS=splits,
         RATE2=int(2 * run.rate),
-        CODEBOOK=codebook_constant(run.codebook),
+        CODEBOOK=run.codebook.number,
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

@@ -47,7 +47,7 @@ def fast_decode(words: torch.Tensor, codebook: Codebook, tiles: int = 4, warps: 
     out = torch.full((64 * steps, 16 * columns), torch.nan, dtype=torch.float16, device=words.device)
     fragments[(steps, columns // tiles)](
         words, out, ROW=columns * size, TILES=tiles, W=warps, RATE2=size // 16,
-        CODEBOOK=decode.codebook_constant(codebook), JOIN=join, num_warps=warps,
+        CODEBOOK=codebook.number, JOIN=join, num_warps=warps,
     )  # fmt: skip
     return out
 

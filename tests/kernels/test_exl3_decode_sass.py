@@ -68,7 +68,7 @@ def compiled(rate: float, codebook: Codebook, architecture: int) -> MachineCode:
         "ROW": 17408 * int(2 * rate),
         "BT": 8,
         "RATE2": int(2 * rate),
-        "CODEBOOK": decode.codebook_constant(codebook),
+        "CODEBOOK": codebook.number,
     }
     types = {"x": "*fp16", "words": "*i32", "out": "*fp32", "steps": "i32"}
     return compile_kernel(decode_loop, types, constants, architecture, num_warps=4)
