@@ -11,49 +11,9 @@ that use it with `enable_fp_fusion=False`. Knows neither rates nor how a partial
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from espalier.kernels.linear.group import LinearGroup
 from espalier.kernels.linear.rows_launch import BLOCK
 
-DEPENDENT_LAUNCH = (9, 0)  # compute capability from which on a launch may begin before the one it waits for has ended
-
 _BLOCK: gl.constexpr = gl.constexpr(BLOCK)
-
-
-def run_constants(group: LinearGroup) -> tuple[tuple[int, int, int, int], ...]:
-    """(first column, end, 2 * rate, codebook's number) of each run."""
-    return tuple(
-        (run.first_column, run.first_column + run.columns, int(2 * run.rate), run.codebook.number) for run in group.runs
-    )
-
-
-@gluon.constexpr_function
-def row_words(run):
-    """int32 words of 64 inputs and all columns of a run."""
-    return (run[1] - run[0]) * run[2]
-
-
-@gluon.jit
-def wait_for_inputs():
-    """Programmatic dependent launch: nothing that an earlier launch writes may be read, nothing it reads written, before this."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def let_dependents_start():
-    """The next launch, if it is a dependent one, may take free places as soon as all programs of this one have begun."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def program_place(SPAN: gl.constexpr):
-    """(block of columns, split, token tile) of this program. Grid: token tiles, SPAN * splits, blocks / SPAN.
-
-    All splits of SPAN neighbouring blocks run before the next ones, so that their partial sums are read while L2 still holds them.
-    """
-    inside = gl.program_id(1)
-    return gl.program_id(2) * SPAN + inside % SPAN, inside // SPAN, gl.program_id(0)
 
 
 @gluon.constexpr_function

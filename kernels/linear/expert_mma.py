@@ -14,6 +14,7 @@ from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.linear.epilogue import finish
 from espalier.kernels.linear.expert_group import ExpertGroup
 from espalier.kernels.linear.expert_route import Route
+from espalier.kernels.linear.places import split_blocks
 from espalier.kernels.linear.rows_launch import BLOCK, RowsShape, mma_shape
 from espalier.kernels.linear.rows_mma import split_sum
 from espalier.kernels.linear.splits import num_splits
@@ -37,8 +38,7 @@ def _experts(
         column = block * (16 * W)
         first_row = gl.load(place + 1)
         rows = gl.load(place + 2) - first_row
-        first = split * (K // 128) // SPLITS
-        length = (split + 1) * (K // 128) // SPLITS - first
+        first, length = split_blocks(split, K, SPLITS)
         acc = split_sum(
             x + (column // MEMBER).to(gl.int64) * pairs * K + first_row.to(gl.int64) * K,
             words + expert * (K * N * RUNS[0][2] // 64),

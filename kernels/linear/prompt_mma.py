@@ -18,6 +18,7 @@ from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import device_class
 from espalier.kernels.exl3.decode import JOIN_IMAD, decode_words, load_words
 from espalier.kernels.linear.group import LinearGroup, Run
+from espalier.kernels.linear.places import member_of
 from espalier.kernels.linear.prompt_output import store_tokens
 from espalier.kernels.linear.prompt_schedule import member_ends
 from espalier.kernels.linear.splits import BORDER, num_splits
@@ -76,9 +77,7 @@ def prompt_mma(
     inside = gl.program_id(0) % (_GROUP * token_blocks)
     width = gl.minimum(NB - group * _GROUP, _GROUP)
     column_block, row = group * _GROUP + inside % width, inside // width * BT
-    member = 0
-    for m in gl.static_range(len(ENDS) - 1):
-        member += (column_block >= ENDS[m]).to(gl.int32)
+    member = member_of(column_block, ENDS)
 
     stages = gl.allocate_shared_memory(gl.float16, [STAGES, BT, 64], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     totals = gl.allocate_shared_memory(gl.float32, [BT, 128], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))

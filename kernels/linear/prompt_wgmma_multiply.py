@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from espalier.kernels.exl3.decode import JOIN_IMAD, decode_words, load_words
+from espalier.kernels.linear.places import member_of
 from espalier.kernels.linear.prompt_output import store_tokens
 from espalier.kernels.linear.prompt_wgmma_work import first_step, owner, segment, segments
 
@@ -30,9 +31,7 @@ def producer(
     step = 0
     for i in range(segments(T, whole, dealers, NB, BT, SPLITS)):
         column_block, token_block, first, last, _, _ = segment(i, T, whole, dealers, NB, BT, SPLITS)
-        member = 0
-        for m in gl.static_range(len(ENDS) - 1):
-            member += (column_block >= ENDS[m]).to(gl.int32)
+        member = member_of(column_block, ENDS)
         # A tile that runs past a member's rows reads the next one's, for outputs nobody stores.
         row = member * T + token_block * BT
         for k in range(first_step(first, blocks, SPLITS), first_step(last, blocks, SPLITS)):

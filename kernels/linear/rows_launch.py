@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from espalier.kernels.counters import ScratchSize
 from espalier.kernels.device import DeviceClass
@@ -109,6 +110,30 @@ def scratch_for(in_features: int, out_features: int, rows: int, shape: RowsShape
         counters=tiles * (out_features // BLOCK),
         partials=tiles * shape.token_tile * out_features * num_splits(in_features),
     )
+
+
+def run_constants(group: LinearGroup) -> tuple[tuple[int, int, int, int], ...]:
+    """(first column, end, 2 * rate, codebook's number) of each run."""
+    return tuple(
+        (run.first_column, run.first_column + run.columns, int(2 * run.rate), run.codebook.number) for run in group.runs
+    )
+
+
+def kernel_constants(group: LinearGroup, shape: RowsShape) -> dict[str, Any]:
+    """The compile-time arguments that the row kernels have in common."""
+    return {
+        "K": group.in_features,
+        "N": group.out_features,
+        "RUNS": run_constants(group),
+        "ENDS": member_ends(group),
+        "SPLITS": num_splits(group.in_features),
+        "SPAN": shape.span_of(group.out_features),
+        "W": shape.warps,
+        "BT": shape.token_tile,
+        "STAGES": shape.stages,
+        "SPARE": shape.spare,
+        "GROUPS": shape.finish_tokens // 8,
+    }
 
 
 def member_ends(group: LinearGroup) -> tuple[int, ...]:

@@ -17,21 +17,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import device_class
 from espalier.kernels.exl3.decode import advance, decode_words, load_at, word_pointers
-from espalier.kernels.linear.epilogue import (
-    DEPENDENT_LAUNCH,
-    finish,
-    let_dependents_start,
-    program_place,
-    row_words,
-    run_constants,
-    wait_for_inputs,
-)
+from espalier.kernels.linear.dependent_launch import DEPENDENT_LAUNCH, let_dependents_start, wait_for_inputs
+from espalier.kernels.linear.epilogue import finish
 from espalier.kernels.linear.group import LinearGroup
+from espalier.kernels.linear.places import member_of, program_place, row_words, split_blocks
 from espalier.kernels.linear.rows_launch import (
     RowsShape,
     evenly,
+    kernel_constants,
     launch_grid,
-    member_ends,
     mma_shape,
     register_cap,
     scratch_for,
@@ -143,11 +137,8 @@ def rows_mma(
     # each; ENDS: each member's end
     block, split, token_block = program_place(SPAN)
     column = block * (16 * W)
-    first = split * (K // 128) // SPLITS
-    blocks = (split + 1) * (K // 128) // SPLITS - first
-    member = 0
-    for i in gl.static_range(len(ENDS) - 1):
-        member += (column >= ENDS[i]).to(gl.int32)
+    first, blocks = split_blocks(split, K, SPLITS)
+    member = member_of(column, ENDS)
     x += (member * T + token_block * BT).to(gl.int64) * K
     rows = T - token_block * BT
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[W, 1], instr_shape=[16, 8])
@@ -190,18 +181,8 @@ def launch_as(x_rot: Tensor, group: LinearGroup, out: Tensor, scratch: Scratch, 
         scratch.counters,
         rows,
         out.stride(0),
-        K=in_features,
-        N=group.out_features,
-        RUNS=run_constants(group),
-        ENDS=member_ends(group),
-        SPLITS=splits,
-        SPAN=shape.span_of(group.out_features),
-        W=shape.warps,
-        BT=shape.token_tile,
-        STAGES=shape.stages,
+        **kernel_constants(group, shape),
         WHOLE=shape.whole,
-        SPARE=shape.spare,
-        GROUPS=shape.finish_tokens // 8,
         PDL=dependent,
         num_warps=shape.warps,
         maxnreg=register_cap(shape, group, device),

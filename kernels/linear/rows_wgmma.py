@@ -22,20 +22,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import device_class
 from espalier.kernels.exl3.decode import advance, decode_words, load_at, word_pointers
-from espalier.kernels.linear.epilogue import (
-    finish,
-    let_dependents_start,
-    program_place,
-    row_words,
-    run_constants,
-    wait_for_inputs,
-)
+from espalier.kernels.linear.dependent_launch import let_dependents_start, wait_for_inputs
+from espalier.kernels.linear.epilogue import finish
 from espalier.kernels.linear.group import LinearGroup
+from espalier.kernels.linear.places import member_of, program_place, row_words, split_blocks
 from espalier.kernels.linear.rows_launch import (
     RowsShape,
     evenly,
+    kernel_constants,
     launch_grid,
-    member_ends,
     register_cap,
     scratch_for,
     wgmma_shape,
@@ -129,14 +124,10 @@ def rows_wgmma(
     # ENDS: each member's end
     block, split, token_block = program_place(SPAN)
     column = block * (16 * W)
-    first = split * (K // 128) // SPLITS
-    blocks = (split + 1) * (K // 128) // SPLITS - first
-    member = 0
-    for i in gl.static_range(len(ENDS) - 1):
-        member += (column >= ENDS[i]).to(gl.int32)
-    row = (
-        member * T + token_block * BT
-    )  # a tile that runs past a member's rows reads the next one's, for outputs nobody stores
+    first, blocks = split_blocks(split, K, SPLITS)
+    member = member_of(column, ENDS)
+    # A tile that runs past a member's rows reads the next one's, for outputs nobody stores.
+    row = member * T + token_block * BT
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, BT, 16])
     acc = gl.zeros([16 * W, BT], gl.float32, ACC)
     for i in gl.static_range(len(RUNS)):
@@ -175,17 +166,7 @@ def launch_as(x_rot: Tensor, group: LinearGroup, out: Tensor, scratch: Scratch, 
         scratch.counters,
         rows,
         out.stride(0),
-        K=in_features,
-        N=group.out_features,
-        RUNS=run_constants(group),
-        ENDS=member_ends(group),
-        SPLITS=splits,
-        SPAN=shape.span_of(group.out_features),
-        W=shape.warps,
-        BT=shape.token_tile,
-        STAGES=shape.stages,
-        SPARE=shape.spare,
-        GROUPS=shape.finish_tokens // 8,
+        **kernel_constants(group, shape),
         PDL=True,
         num_warps=shape.warps,
         maxnreg=register_cap(shape, group, device_class(x_rot.device)),

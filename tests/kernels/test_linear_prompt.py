@@ -115,13 +115,15 @@ def test_the_kernel_follows_the_schedule() -> None:
         assert len({place[:2] for place in where}) == len({place[2] for place in where})
 
 
+@needs_triton
 def test_splits_begin_where_the_rule_says() -> None:
+    from espalier.kernels.linear import prompt_wgmma_work as work
+
     for in_features in (128, 640, 4096, 5120, 17408, 128 * 37):
         borders = split_borders(in_features)
         splits, blocks = len(borders) - 1, in_features // 128
-        assert [split * blocks // splits * 2 * 64 for split in range(splits + 1)] == list(
-            borders
-        )  # first_step, in inputs
+        first_step = types.FunctionType(work.first_step.fn.__code__, {})  # of 64 inputs each
+        assert [64 * first_step(split, blocks, splits) for split in range(splits + 1)] == list(borders)
 
 
 def test_whole_tiles_when_they_leave_little_idle() -> None:
