@@ -34,6 +34,9 @@ class ServedModel:
         _require(self.num_replicas >= 1, "replicas", "must be at least 1")
         _require(self.num_cpus >= 0, "num_cpus", "must be at least 0")
         _require(self.num_gpus >= 0, "num_gpus", "must be at least 0")
+        # Ray shows a replica no GPU that it has not asked for.
+        on_gpu = self.engine.device == "cuda"
+        _require(not on_gpu or self.num_gpus > 0, "num_gpus", "must be more than 0 where replicas run on GPUs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ Knows neither Ray nor the wires.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
@@ -34,6 +35,9 @@ HTTP_ROUTES = frozenset(
 )
 GRPC_METHODS = frozenset({"Generate", "Tokenize", "Detokenize", "ListModels"})
 OTHER = "other"
+# Routes that generate, and the codes by which the server tells that it failed: what alerts and boards count as failed, of each transport.
+GENERATE_ROUTES = {"http": ("/v1/chat/completions", "/v1/completions"), "grpc": ("Generate",)}
+FAILURE_CODES = {"http": ("500", "502", "503"), "grpc": ("INTERNAL", "ABORTED", "UNAVAILABLE")}
 ENGINE_LABELS = ("model", "replica")
 
 
@@ -64,6 +68,10 @@ class ClusterMetrics:
             ("transport", "route", "code"),
             registry=registry,
         )
+        # There from the start, as in model_served.
+        for transport, routes in GENERATE_ROUTES.items():
+            for route, code in product(routes, FAILURE_CODES[transport]):
+                self._requests.labels(transport, route, code)
         self._disconnects = Counter(
             "espalier_gateway_client_disconnects",
             "Clients that left before their reply was whole.",
@@ -258,7 +266,7 @@ def _progress(engines: Sequence[EngineSnapshot]) -> Metric:
 
 def _engine_families(engines: Sequence[EngineSnapshot]) -> Iterable[Metric]:
     counted = [(engine, engine.stats) for engine in engines if engine.stats is not None]
-    families: list[Metric] = []
+    families: list[Metric] = list(_device_families(counted))
     for name, help_text, gauge_field in _GAUGES:
         gauge = GaugeMetricFamily(name, help_text, labels=ENGINE_LABELS)
         for engine, stats in counted:
@@ -283,6 +291,23 @@ def _engine_families(engines: Sequence[EngineSnapshot]) -> Iterable[Metric]:
             histogram.add_metric([engine.model, engine.replica], _buckets(values), values.total)
         families.append(histogram)
     return families
+
+
+def _device_families(counted: Sequence[tuple[EngineSnapshot, EngineStats]]) -> Iterable[Metric]:
+    """Of engines that run on devices with figures of their own; none, not even their names, where no engine does."""
+    on_device = [(engine, stats.device) for engine, stats in counted if stats.device is not None]
+    if not on_device:
+        return
+    for name, help_text, gauge_field in _DEVICE_GAUGES:
+        gauge = GaugeMetricFamily(name, help_text, labels=ENGINE_LABELS)
+        for engine, figures in on_device:
+            gauge.add_metric([engine.model, engine.replica], getattr(figures, gauge_field))
+        yield gauge
+    for name, help_text, counter_field in _DEVICE_COUNTERS:
+        counter = CounterMetricFamily(name, help_text, labels=ENGINE_LABELS)
+        for engine, figures in on_device:
+            counter.add_metric([engine.model, engine.replica], getattr(figures, counter_field))
+        yield counter
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
@@ -310,6 +335,18 @@ _COUNTERS = (
     ("espalier_rounds", "Rounds committed; a round is one forward of the model.", "steps"),
     ("espalier_prefill_rows", "Rows computed for prompts.", "prefill_rows"),
     ("espalier_decode_rows", "Rows computed as the only one of their lane.", "decode_rows"),
+)
+# The same of DeviceFigures.
+_DEVICE_GAUGES = (
+    ("espalier_engine_device_memory_used_bytes", "Device memory in use.", "device_bytes_used"),
+    ("espalier_engine_device_memory_total_bytes", "Device memory in all.", "device_bytes_total"),
+    ("espalier_engine_pool_bytes", "Memory of the counters that kernels lock with.", "pool_bytes"),
+)
+_DEVICE_COUNTERS = (
+    ("espalier_engine_pool_growths", "Times that a counter pool was made larger.", "pool_growths"),
+    ("espalier_engine_pool_resets", "Counter pools zeroed because their round failed.", "poison_resets"),
+    ("espalier_engine_graph_captures", "Rounds captured as CUDA graphs.", "graph_captures"),
+    ("espalier_engine_graph_replays", "Rounds run by replaying a CUDA graph.", "graph_replays"),
 )
 _HISTOGRAMS = (
     ("espalier_time_to_first_token_seconds", "From submission to the first token.", "ttft_s"),

@@ -1,7 +1,7 @@
 """From options, wherever they were said, to a ClusterConfig: what one mapping of keys says, and what all values together make.
 
 Every complaint names where the value came from: a flag, a variable, or a file and the key in it. Knows neither Ray nor torch; how a model's
-name becomes a folder is told to it.
+name becomes a folder, and how many GPUs there are, is told to it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -97,35 +97,55 @@ def merge(file: tuple[Layer, tuple[Layer, ...]], above: Layer) -> Settings:
     return Settings(common=merged, models=tuple(common | entry | above for entry in entries or ({},)))
 
 
-def compose(settings: Settings, locate: Locate) -> ClusterConfig:
-    """Settings -> ClusterConfig, each class checking its own fields. Raises InvalidRequestError naming the source of the value at fault."""
+def compose(settings: Settings, locate: Locate, *, num_gpus: int | None = None) -> ClusterConfig:
+    """Settings -> ClusterConfig, each class checking its own fields. Raises InvalidRequestError naming the source of the value at fault.
+
+    num_gpus: of this machine, for a cluster that runs on it; None for one that runs elsewhere, on nodes that Ray picks by what replicas ask for.
+    """
+    share = None if num_gpus is None else num_gpus / len(settings.models)
     with blamed_on(settings.common):
         return ClusterConfig(
-            models=tuple(_compose_model(layer, locate) for layer in settings.models),
+            models=tuple(_compose_model(layer, locate, share) for layer in settings.models),
             gateway=GatewayConfig(**_fields(settings.common, "gateway")),
             router=RouterConfig(**_fields(settings.common, "router")),
             **_fields(settings.common, "cluster"),
         )
 
 
-def _compose_model(layer: Layer, locate: Locate) -> ServedModel:
+def _compose_model(layer: Layer, locate: Locate, gpu_share: float | None) -> ServedModel:
     with blamed_on(layer):
         engine = _fields(layer, "engine")
-        engine["device"] = resolve_device(value_of(layer, "device"))
+        device = resolve_device(value_of(layer, "device"), layer["gpus"].value if "gpus" in layer else None, gpu_share)
+        engine["device"] = device
         engine["cache_dir"] = Path(value_of(layer, "cache_dir")).expanduser()
         located = locate(engine.get("model_path"), engine["cache_dir"])
         engine["model_path"] = located.path
         served = {"name": located.name} | _fields(layer, "model")
+        if device == "cuda":
+            served = _on_gpus(served, gpu_share)
         return ServedModel(engine=EngineConfig(**engine), **served)
 
 
-def resolve_device(device: str) -> Device:
-    """auto, cpu or cuda -> where replicas run. Engines of this version compute on the CPU, so cuda is refused."""
-    if device == "cuda":
-        raise InvalidRequestError(
-            "device: engines of this version run on the CPU only; say cpu or auto", param="device"
-        )
-    return "cpu"
+def resolve_device(device: str, gpus: float | None, gpu_share: float | None) -> Device:
+    """auto, cpu or cuda -> where replicas run.
+
+    gpus: what each replica is said to ask for, None where nothing is said. gpu_share: GPUs of this machine a model; None for other machines.
+    """
+    if device == "cuda" and gpu_share == 0:
+        raise InvalidRequestError("device: this machine has no GPU; say cpu or auto", param="device")
+    if device != "auto":
+        return "cuda" if device == "cuda" else "cpu"
+    wants_gpu = gpus is not None and gpus > 0
+    has_gpu = wants_gpu if gpu_share is None else gpu_share > 0 and gpus != 0
+    return "cuda" if has_gpu else "cpu"
+
+
+def _on_gpus(served: dict[str, Any], gpu_share: float | None) -> dict[str, Any]:
+    """With defaults of a model on GPUs: one for each replica and, where the GPUs are this machine's, as many replicas as its share allows."""
+    served = {"num_gpus": 1.0} | served
+    if gpu_share is not None and served["num_gpus"] > 0:
+        served = {"num_replicas": max(1, int(gpu_share / served["num_gpus"]))} | served
+    return served
 
 
 def value_of(layer: Layer, name: str) -> Any:

@@ -22,7 +22,8 @@ def checked_config(flags: Mapping[str, str], config_file: str | None) -> tuple[C
     Raises InvalidRequestError and CheckpointError for what can never start, DownloadError for what may start later.
     """
     settings = resolve(flags, os.environ, config_file=config_file)
-    config = compose(settings, locate_model)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    config = compose(settings, locate_model, num_gpus=gpus)
     if (key_file := config.gateway.api_key_file) is not None:
         try:
             check_key_file(key_file)
@@ -31,14 +32,14 @@ def checked_config(flags: Mapping[str, str], config_file: str | None) -> tuple[C
     if config.tracing is not None:
         with blamed_on(settings.common):
             require_opentelemetry()
-    gpus, wanted = torch.cuda.device_count(), sum(model.num_gpus * model.num_replicas for model in config.models)
+    wanted = sum(model.num_gpus * model.num_replicas for model in config.models)
     if wanted > gpus:
         # Ray would wait for them.
         raise InvalidRequestError(f"gpus: all replicas ask for {wanted:g}, and this machine has {gpus}", param="gpus")
     for model, layer in zip(config.models, settings.models, strict=True):
         with blamed_on(layer):
             check_model(model)
-    return config, advice(config, settings, gpu_present=torch.cuda.is_available())
+    return config, advice(config)
 
 
 def check_model(model: ServedModel) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from espalier import __version__
 from espalier.cluster.options import OPTIONS, SWITCH, Scope, suggest
 from espalier.deploy.bench import command as bench
+from espalier.deploy.random_model import command as random_model
 from espalier.replicas.errors import CheckpointError, EngineError, InvalidRequestError
 
 log = logging.getLogger("espalier.deploy")
@@ -197,5 +198,10 @@ COMMANDS = {
         _render,
     ),
     "encode": Command("make a small EXL3 checkpoint without a GPU", _encode_arguments, _encode),
-    "bench": Command("measure a running cluster: latency, speed, equal tokens", bench.arguments, bench.run),
+    "random-model": Command(
+        "write a checkpoint of random weights in the shape of a model, to measure speed with",
+        random_model.arguments,
+        random_model.run,
+    ),
+    "bench": Command("measure a server, or an engine alone: speed, latency, equal tokens", bench.arguments, bench.run),
 }

@@ -13,7 +13,7 @@ import yaml
 
 from espalier.cluster.config import ClusterConfig
 from espalier.cluster.options import BY_NAME, OPTIONS, OWNERS, Option, Scope, suggest
-from espalier.cluster.settings import Layer, Setting, Settings, merge, read_mapping, refusal, value_of
+from espalier.cluster.settings import Layer, Setting, Settings, merge, read_mapping, refusal
 
 CONFIG_VARIABLE = "ESPALIER_CONFIG"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -83,7 +83,7 @@ def resolve(flags: Mapping[str, str], environ: Mapping[str, str], *, config_file
     return merge(file, read_environment(environ) | read_flags(flags))
 
 
-def advice(config: ClusterConfig, settings: Settings, *, gpu_present: bool) -> list[str]:
+def advice(config: ClusterConfig) -> list[str]:
     """What the user should know before it starts, one sentence each."""
     sentences = []
     gateway = config.gateway
@@ -91,8 +91,6 @@ def advice(config: ClusterConfig, settings: Settings, *, gpu_present: bool) -> l
         sentences.append(
             f"listening on {gateway.host} without API keys: anyone who reaches it can use it; see --api-key-file"
         )
-    if gpu_present and any(value_of(layer, "device") == "auto" for layer in settings.models):
-        sentences.append("this machine's GPU stays idle: engines of this version run on the CPU")
     return sentences
 
 

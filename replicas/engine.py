@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from espalier.replicas.config import EngineConfig
+from espalier.replicas.config import EngineConfig, resolved
 from espalier.replicas.detokenizer import TextDecoder
 from espalier.replicas.errors import (
     DeadlineExceededError,
@@ -31,7 +31,7 @@ from espalier.replicas.schedule.limits import check_servable
 from espalier.replicas.schedule.queue import expired, next_deadline, retry_after_s
 from espalier.replicas.schedule.scheduler import Outcome, Scheduler, accepted
 from espalier.replicas.schedule.step import Step, StepResult
-from espalier.replicas.schedule.tracks import Flight, Track
+from espalier.replicas.schedule.tracks import Flight, first_landed, make_tracks
 from espalier.replicas.sequence import Sequence
 from espalier.replicas.stats import EngineStats
 
@@ -70,14 +70,14 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, group: ShardGroup, text: TextDecoder, *, clock: Clock = time) -> None:
-        self._config = config
+        self._config = resolved(config)
         self._group = group
         self._text = text
         self._clock = clock
         self._stats = EngineStats()
         self._spare_stats = EngineStats()  # of requests that run in spare time; shown nowhere
         self._scheduler = Scheduler(config, group.info, self._stats)
-        self._tracks = [Track(name="main", max_rows=config.batch_tokens, max_in_flight=config.max_steps_in_flight)]
+        self._tracks = make_tracks(self._config)
         self._live: dict[str, _Live] = {}
         self._events: list[TokenEvent] = []  # not reported yet
         self._finished_at: deque[float] = deque(maxlen=64)
@@ -135,12 +135,14 @@ class Engine:
         for track in self._tracks:
             while track.has_room and (step := self._scheduler.plan(track)) is not None:
                 now = self._clock.monotonic()
+                if not track.flights:
+                    track.progress_at = now
                 for begin in step.begins:
                     self._live[self._scheduler.resident(begin.seq_id).request.request_id].reply.start(now)
                 flight = Flight(step, self._group.submit(step))
                 track.flights.append(flight)
                 flight.result.add_done_callback(self._wake)
-        assert not self._live or self._oldest() is not None, "requests are live, but none can run"
+        assert not self._live or self._is_flying(), "requests are live, but none can run"
 
     def _run(self) -> None:
         """Waits, without the lock, until there is something to do: a step has come back, or work, an abort, a deadline, a stop."""
@@ -151,11 +153,12 @@ class Engine:
         self._changed.wait_for(self._has_news, timeout_s)
 
     def _commit(self) -> bool:
-        """Takes in the oldest step, if it has come back."""
-        track = self._oldest()
-        if track is None or not track.flights[0].result.done():
+        """Takes in one step that has come back, if any has."""
+        track = first_landed(self._tracks)
+        if track is None:
             return False
         step, future = track.flights.popleft()
+        track.progress_at = self._clock.monotonic()
         error = future.exception()
         if error is None:
             result = future.result()
@@ -171,18 +174,15 @@ class Engine:
             self._deliver(outcome)
         return True
 
-    def _oldest(self) -> Track | None:
-        """The track whose first step in flight is the oldest of all."""
-        flying = [track for track in self._tracks if track.flights]
-        return min(flying, key=lambda track: track.flights[0].step.step_id, default=None)
+    def _is_flying(self) -> bool:
+        return any(track.flights for track in self._tracks)
 
     def _has_work(self) -> bool:
-        return bool(self._live) or self._oldest() is not None
+        return bool(self._live) or self._is_flying()
 
     def _has_news(self) -> bool:
-        track = self._oldest()
-        came_back = track is not None and track.flights[0].result.done()
-        can_plan = self._has_arrivals and any(track.has_room for track in self._tracks)
+        can_plan = self._has_arrivals and any(track.takes_prompts and track.has_room for track in self._tracks)
+        came_back = first_landed(self._tracks) is not None
         return came_back or can_plan or bool(self._events) or self._is_stopping
 
     def _wake(self, _: Future[StepResult]) -> None:
@@ -305,18 +305,24 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Everything counted so far; a copy."""
+        figures = self._group.figures()
         with self._changed:
             pool = self._scheduler.pool
             self._stats.running = self._scheduler.num_running
             self._stats.waiting = self._scheduler.num_waiting
             self._stats.kv_usage = 1.0 - pool.num_free / pool.num_blocks
+            self._stats.device = figures
             return self._stats.snapshot()
 
     def healthy(self) -> bool:
-        """Whether the loop runs, rounds succeed and, with work to do, one has finished lately. An idle engine is healthy."""
+        """Whether the loop runs, rounds succeed and, with work to do, one has finished lately on each track that has any. An idle engine is
+        healthy."""
         with self._changed:
             runs = self._thread is not None and self._thread.is_alive() and not self._is_stopping
-            waited_s = self._clock.monotonic() - self._progress_at if self._has_work() else 0.0
+            since = [track.progress_at for track in self._tracks if track.flights]
+            if self._has_work():
+                since.append(self._progress_at)
+            waited_s = self._clock.monotonic() - min(since) if since else 0.0
             return runs and self._num_failed_rounds < MAX_FAILED_ROUNDS and waited_s <= self._config.progress_timeout_s
 
     def drain(self, timeout_s: float) -> bool:

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from espalier.replicas.schedule.step import Step, StepCommit, StepResult
 from espalier.replicas.shard_info import ShardInfo
+from espalier.replicas.stats import DeviceFigures
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,10 @@ class ShardGroup(Protocol):
         """Tells the shards what of a finished step is kept. A commit that fails makes every later step fail."""
         ...
 
+    def figures(self) -> DeviceFigures | None:
+        """What the shards' devices count; None on a CPU."""
+        ...
+
     def close(self) -> None:
         """Starts nothing more; what has not started by now never does. Calling it again changes nothing."""
         ...
@@ -62,6 +67,9 @@ class LocalShardGroup:
     def commit(self, commit: StepCommit) -> None:
         """Commits on the shard's thread."""
         self._worker.submit(self._commit, commit)
+
+    def figures(self) -> None:
+        """A CPU counts nothing."""
 
     def close(self) -> None:
         """Lets the step that runs finish, and drops the others."""

@@ -23,7 +23,8 @@ class Status(enum.Enum):
 class Residence:
     """What the shards hold of a sequence between one admission and its release. Preemption ends it; the next admission makes a new one.
 
-    seq_id: never used again. track: the only track that runs it. table: its blocks. num_restored: positions taken from the prefix cache.
+    seq_id: never used again. track: the one that runs it now; all its steps in flight are on that one. table: its blocks.
+    num_restored: positions taken from the prefix cache.
     num_planned: positions that steps compute, in flight or done. num_computed: positions whose step is done. num_published: blocks findable.
     refs: tokens sampled by steps in flight, in order. num_in_flight: steps in flight that read its blocks.
     num_blocks_sent, num_observed: how much of the table and of the restored tokens the shards have been told.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from espalier.replicas.batch import LaneRows, make_batch
 from espalier.replicas.cache.storage import KVCache, machine_memory_bytes, plan_memory
-from espalier.replicas.config import EngineConfig
+from espalier.replicas.config import EngineConfig, resolved
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.checkpoint import Checkpoint, open_checkpoint
 from espalier.replicas.model.fingerprint import check_record, fingerprint
@@ -30,8 +30,8 @@ from espalier.replicas.shard_info import ShardInfo
 
 # Raised whenever the order of any sum, or the definition of any operation of a row, changes.
 ARITHMETIC_VERSION = 1
-# Steps whose tokens a TokenRef may name: two in flight, and one to spare.
-_REMEMBERED_STEPS = 4
+# Steps whose tokens a TokenRef may name: two in flight on each of two tracks, and some to spare.
+_REMEMBERED_STEPS = 6
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,12 @@ class _Ran:
 class Shard:
     """Loads the model of `config` and runs its rounds. Raises CheckpointError, InvalidRequestError (an option) or EngineError."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, options: EngineConfig) -> None:
+        config = resolved(options)
         if config.device != "cpu":
-            raise InvalidRequestError(f"device: {config.device} is not served yet, only cpu", param="device")
+            raise InvalidRequestError(
+                f"device: {config.device} is another shard's, see replicas/gpu/shard.py", param="device"
+            )
         torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
         cache_dir = config.cache_dir.expanduser()
         checkpoint = open_checkpoint(config.model_path.expanduser())
@@ -85,7 +88,7 @@ class Shard:
             eos_token_ids=checkpoint.config.eos_token_ids,
             weights_id=identity.weights_id,
             numerics_id=f"cpu{ARITHMETIC_VERSION}-{config.kv_dtype}-{arithmetic:08x}",
-            quantization=_quantization(checkpoint),
+            quantization=quantization(checkpoint),
         )
 
     @torch.inference_mode()
@@ -214,7 +217,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _quantization(checkpoint: Checkpoint) -> str:
+def quantization(checkpoint: Checkpoint) -> str:
     """For people: `exl3 4.0bpw`, or the dtype of plain weights."""
     quant = checkpoint.config.quant
     if quant is not None:

@@ -53,6 +53,24 @@ def _tokens_of_request() -> Histogram:
     return Histogram(TOKENS_EDGES)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFigures:
+    """What the devices of an engine count, all shards together.
+
+    pool_bytes: of the counter pools, which kernels lock with. pool_growths: times that one was made larger, at load. poison_resets: times that one
+    was zeroed because a round that used it failed. graph_captures, graph_replays: rounds captured, and rounds run by replaying one.
+    device_bytes_used, device_bytes_total: memory of the devices, by whomever it is used.
+    """
+
+    pool_bytes: int
+    pool_growths: int
+    poison_resets: int
+    graph_captures: int
+    graph_replays: int
+    device_bytes_used: int
+    device_bytes_total: int
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
     """Everything counted since the engine started. Times in seconds, measured on the replica.
@@ -64,7 +82,7 @@ class EngineStats:
     finished: requests ended, by reason. steps: rounds committed.
     Histograms: ttft_s: from submission to the first token. inter_token_s: between tokens that followed each other.
     e2e_s, queue_s, prefill_s, decode_s: of requests, as in request.Timings. request_prompt_tokens, request_generation_tokens: of ended requests.
-    rows_per_step: rows of each round.
+    rows_per_step: rows of each round. device: figures of the devices, None where there are none.
     """
 
     running: int = 0
@@ -90,6 +108,7 @@ class EngineStats:
     request_prompt_tokens: Histogram = field(default_factory=_tokens_of_request)
     request_generation_tokens: Histogram = field(default_factory=_tokens_of_request)
     rows_per_step: Histogram = field(default_factory=lambda: Histogram(ROWS_EDGES))
+    device: DeviceFigures | None = None
 
     def snapshot(self) -> "EngineStats":
         """A copy that no later round changes."""

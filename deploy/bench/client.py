@@ -1,4 +1,4 @@
-"""One streamed chat request as a client sees it, with the time at which each message came. Over aiohttp, which `ray[serve]` brings.
+"""One streamed reply as an HTTP client sees it, with the time at which each message came. Over aiohttp, which `ray[serve]` brings.
 
 The client trusts nothing: it hashes the token ids that it received and holds the hash against the one reported.
 """
@@ -6,74 +6,93 @@ The client trusts nothing: it hashes the token ids that it received and holds th
 import json
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from espalier.deploy.bench.prompts import BenchPrompt
-from espalier.deploy.bench.stats import StreamRecord
+from espalier.deploy.bench.stats import StreamRecord, spread_tokens
 from espalier.replicas.token_hash import token_sha256
-
-SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 20_011}
-GREEDY = {"temperature": 0.0}
 
 
 class StreamError(Exception):
     """The stream did not end as it should have; the message says how."""
 
 
-def chat_body(model: str, prompt: BenchPrompt, num_tokens: int, *, seeded: bool) -> dict[str, Any]:
-    """The request: exactly num_tokens tokens, streamed, with usage and token ids."""
-    return {
-        "model": model,
-        "messages": list(prompt.messages),
-        "max_tokens": num_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        **(SEEDED if seeded else GREEDY),
-    }
+@dataclass(slots=True)
+class _Seen:
+    """What a stream has brought so far. text_times: of messages with text, for servers that do not tell tokens."""
 
-
-async def stream_chat(
-    session: aiohttp.ClientSession, url: str, prompt: BenchPrompt, body: dict[str, Any]
-) -> StreamRecord:
-    """Sends one request to the cluster at `url` and reads its stream to the end. Failures end up in the record, not in exceptions."""
-    sent = time.perf_counter()
-    arrivals: list[tuple[float, int]] = []
-    token_ids: list[int] = []
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    text_times: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     reported: str | None = None
-    usage: dict[str, Any] = {}
-    error: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, chunk: dict[str, Any]) -> None:
+        """One message. Raises StreamError for one that tells of an error."""
+        now = time.perf_counter()
+        if "error" in chunk:
+            error = chunk["error"]
+            raise StreamError(f"error event: {error.get('message') if isinstance(error, dict) else error}")
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk.get("choices", ()):
+            if ids := choice.get("token_ids"):
+                self.arrivals.append((now, len(ids)))
+                self.token_ids += ids
+            if choice.get("text") or any(
+                (choice.get("delta") or {}).get(key) for key in ("content", "reasoning_content")
+            ):
+                self.text_times.append(now)
+        if "espalier" in chunk:
+            self.reported = chunk["espalier"]["token_sha256"]
+
+
+async def stream_reply(
+    session: aiohttp.ClientSession,
+    url: str,
+    name: str,
+    body: dict[str, Any],
+    *,
+    is_exact: bool,
+    leave_after: int | None = None,
+) -> StreamRecord:
+    """Posts one request and reads its stream to the end, or until the reply has leave_after tokens. Failures end up in the record.
+
+    is_exact: the server tells token ids and their hash; both are demanded then. name: the prompt's.
+    """
+    sent = time.perf_counter()
+    seen, left, error = _Seen(), False, None
     try:
-        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+        async with session.post(url, json=body) as response:
             if response.status != 200:
                 raise StreamError(f"status {response.status}: {(await response.text())[:300]}")
-            async for chunk in sse_chunks(response.content):
-                if "error" in chunk:
-                    raise StreamError(f"error event: {chunk['error'].get('message')}")
-                usage = chunk.get("usage") or usage
-                for choice in chunk.get("choices", ()):
-                    if ids := choice.get("token_ids"):
-                        arrivals.append((time.perf_counter(), len(ids)))
-                        token_ids += ids
-                if "espalier" in chunk:
-                    reported = chunk["espalier"]["token_sha256"]
-        if reported != token_sha256(token_ids):
+            left = leave_after == 0
+            if not left:
+                async for chunk in sse_chunks(response.content):
+                    seen.take(chunk)
+                    if leave_after is not None and len(seen.token_ids) >= leave_after and seen.reported is None:
+                        left = True
+                        break
+            if left:
+                response.close()
+        if is_exact and not left and seen.reported != token_sha256(seen.token_ids):
             raise StreamError(
-                f"the reply reports token_sha256 {reported}, its tokens hash to {token_sha256(token_ids)}"
+                f"the reply reports token_sha256 {seen.reported}, its tokens hash to {token_sha256(seen.token_ids)}"
             )
     except (StreamError, aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as failure:
         error = f"{type(failure).__name__}: {failure}"
+    arrivals = tuple(seen.arrivals) or spread_tokens(seen.text_times, seen.usage.get("completion_tokens") or 0)
     return StreamRecord(
-        prompt=prompt.name,
+        prompt=name,
         sent=sent,
-        arrivals=tuple(arrivals),
+        arrivals=arrivals,
         ended=time.perf_counter(),
-        prompt_tokens=usage.get("prompt_tokens", 0),
-        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-        token_sha256=reported if error is None else None,
+        prompt_tokens=seen.usage.get("prompt_tokens", 0),
+        cached_tokens=(seen.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        token_ids=tuple(seen.token_ids),
+        token_sha256=seen.reported if error is None and not left else None,
+        left=left,
         error=error,
     )
 

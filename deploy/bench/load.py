@@ -1,122 +1,197 @@
-"""Runs a bench: every prompt alone, then levels of N streams released from a barrier. Decides nothing about figures; stats.py does."""
+"""Runs a plan on one target, or on two in turn: prompts alone, cells of streams that start together, resumed and cold replies, long prompts.
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+Decides nothing about figures; stats.py does.
+"""
 
-import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
+import random
+from collections.abc import Callable, Sequence
 
-from espalier.deploy.bench.client import chat_body, stream_chat
-from espalier.deploy.bench.prompts import BenchPrompt
-from espalier.deploy.bench.stats import LevelSummary, StreamRecord, summarise
-from espalier.replicas.errors import EngineError, InvalidRequestError
+from espalier.deploy.bench.arrival import time_arrival
+from espalier.deploy.bench.fresh import run_fresh
+from espalier.deploy.bench.plan import BenchPlan, Sampling, calls_at, sampling_params, without_drafts
+from espalier.deploy.bench.prompts import SAFE_VOCAB, BenchPrompt, random_token_ids
+from espalier.deploy.bench.results import BenchResult, Fresh, Pair, Prefill, Row, Solo
+from espalier.deploy.bench.stats import StreamRecord, compare, percentile, summarise
+from espalier.deploy.bench.target import BenchError, Call, Target, run_alone, run_together
+from espalier.replicas.errors import InvalidRequestError
 
-CPU_SAMPLE = "process_cpu_seconds_total"
-# A stream's first chunk is one line with all of the prompt's ids.
-MAX_LINE_BYTES = 2**20
-
-
-class BenchError(EngineError):
-    """The cluster could not be measured."""
-
-    code = "bench"
+SIDES = "AB"
+_PREFILL_RUNS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchPlan:
-    """What to run. url: the cluster's HTTP address. model: None takes the one model served there. levels: numbers of concurrent streams.
-
-    num_tokens: tokens of each reply. seeded: sample with a fixed seed, else greedy. reps: times that each level runs.
-    """
-
-    url: str
-    model: str | None
-    api_key: str | None
-    levels: tuple[int, ...]
-    num_tokens: int
-    seeded: bool
-    reps: int
-    prompts: tuple[BenchPrompt, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BenchResult:
-    """model: the one measured. solo: each prompt's run alone. levels: in the order of the plan. failures: what failed streams said."""
-
-    model: str
-    solo: tuple[StreamRecord, ...]
-    levels: tuple[LevelSummary, ...]
-    failures: tuple[str, ...]
-
-
-async def run_bench(plan: BenchPlan, progress: Callable[[str], None]) -> BenchResult:
-    """Runs the whole plan. Raises BenchError when the cluster does not answer or a prompt fails even alone."""
-    headers = {"Authorization": f"Bearer {plan.api_key}"} if plan.api_key else {}
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
-    async with aiohttp.ClientSession(
-        headers=headers, connector=connector, timeout=timeout, read_bufsize=MAX_LINE_BYTES
-    ) as session:
-        model = plan.model or await _only_model(session, plan.url)
-        bodies = [chat_body(model, prompt, plan.num_tokens, seeded=plan.seeded) for prompt in plan.prompts]
-        jobs = list(zip(plan.prompts, bodies, strict=True))
-        progress(f"{len(jobs)} prompts alone")
-        solo = [await stream_chat(session, plan.url, prompt, body) for prompt, body in jobs]
-        for record in solo:
-            if record.error is not None:
-                raise BenchError(f"prompt {record.prompt} fails when run alone: {record.error}")
-        hashes = {record.prompt: record.token_sha256 or "" for record in solo}
-        levels: list[LevelSummary] = []
-        failures: list[str] = []
-        for level in plan.levels:
-            progress(f"{level} streams, {plan.reps} times")
-            before = await gateway_cpu_s(session, plan.url)
-            batches = [await _run_batch(session, plan.url, jobs, level, rep) for rep in range(plan.reps)]
-            after = await gateway_cpu_s(session, plan.url)
-            spent = after - before if after is not None and before is not None else None
-            levels.append(summarise(level, batches, hashes, spent))
-            failures += [record.error for batch in batches for record in batch if record.error is not None]
-    return BenchResult(model, tuple(solo), tuple(levels), tuple(failures))
+def run_bench(plan: BenchPlan, targets: Sequence[Target], progress: Callable[[str], None]) -> BenchResult:
+    """Runs the whole plan. Raises BenchError when a prompt fails even alone, InvalidRequestError for what a target cannot do."""
+    _check(plan, targets)
+    rows: list[Row] = []
+    solo: list[Solo] = []
+    pairs: list[Pair] = []
+    fresh: list[Fresh] = []
+    for sampling in plan.samplings:
+        for kind in plan.kinds:
+            cell_rows, cell_solo, cell_pairs = _run_kind(plan, targets, kind, sampling, progress)
+            rows, solo, pairs = rows + cell_rows, solo + cell_solo, pairs + cell_pairs
+        if plan.fresh:
+            progress(f"{sampling}: resumed with cold")
+            for side, target in zip(SIDES, targets, strict=False):
+                fresh += run_fresh(target, side, sampling, plan.num_tokens, plan.seed)
+    prefill = []
+    for num_tokens in plan.prefill:
+        progress(f"cold prompts of {num_tokens} tokens")
+        prefill += [_time_prefill(plan, target, side, num_tokens) for side, target in zip(SIDES, targets, strict=False)]
+    arrivals = []
+    for sampling in plan.samplings:
+        streams = calls_at(plan.calls(plan.kinds[0], sampling), max(plan.levels), 0)
+        for num_tokens in plan.arrivals:
+            progress(f"{sampling}: {num_tokens} tokens arrive at {len(streams)} streams")
+            for side, target in zip(SIDES, targets, strict=False):
+                arrivals.append(time_arrival(target, side, sampling, streams, num_tokens, plan.seed))
+    return BenchResult(
+        targets=tuple(target.info for target in targets),
+        ends=tuple(target.state() for target in targets),
+        rows=tuple(rows),
+        solo=tuple(solo),
+        pairs=tuple(pairs),
+        fresh=tuple(fresh),
+        prefill=tuple(prefill),
+        arrivals=tuple(arrivals),
+    )
 
 
-async def _run_batch(
-    session: aiohttp.ClientSession, url: str, jobs: list[tuple[BenchPrompt, dict[str, Any]]], level: int, rep: int
-) -> list[StreamRecord]:
-    """`level` streams at once; later repetitions start at another prompt, so that small levels see them all."""
-    barrier = asyncio.Barrier(level)
-
-    async def one(index: int) -> StreamRecord:
-        prompt, body = jobs[(rep * level + index) % len(jobs)]
-        await barrier.wait()
-        return await stream_chat(session, url, prompt, body)
-
-    return list(await asyncio.gather(*(one(index) for index in range(level))))
+def _check(plan: BenchPlan, targets: Sequence[Target]) -> None:
+    for info in (target.info for target in targets):
+        if (plan.serial or plan.fresh) and not info.is_exact:
+            option = "serial" if plan.serial else "fresh"
+            raise InvalidRequestError(f"--{option}: {info.where} tells no hash of its replies", param=option)
+        for option, lengths in (("prefill", plan.prefill), ("arrival", plan.arrivals)):
+            if info.max_context is not None and max(lengths, default=0) >= info.max_context:
+                raise InvalidRequestError(
+                    f"--{option}: {max(lengths)} tokens do not fit in a context of {info.max_context}", param=option
+                )
 
 
-async def _only_model(session: aiohttp.ClientSession, url: str) -> str:
-    try:
-        async with session.get(f"{url}/v1/models") as response:
-            if response.status != 200:
-                raise BenchError(f"{url}/v1/models answers {response.status}: {(await response.text())[:300]}")
-            names = [str(entry["id"]) for entry in (await response.json())["data"]]
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise BenchError(f"{url} does not answer: {error}") from None
-    if len(names) != 1:
-        raise InvalidRequestError(f"{url} serves {', '.join(names) or 'no model'}; choose with --model", param="model")
-    return names[0]
+def _run_kind(
+    plan: BenchPlan, targets: Sequence[Target], kind: str, sampling: Sampling, progress: Callable[[str], None]
+) -> tuple[list[Row], list[Solo], list[Pair]]:
+    """Every cell of one kind and one way of sampling."""
+    calls = plan.calls(kind, sampling)
+    rows: list[Row] = []
+    solo: list[Solo] = []
+    pairs: list[Pair] = []
+    expected: list[dict[str, StreamRecord]] = [{} for _ in targets]
+
+    def add(index: int, streams: str, batches: Sequence[Sequence[StreamRecord]], cpu_s: float | None = None) -> Row:
+        records = [record for batch in batches for record in batch]
+        row = Row(
+            side=SIDES[index],
+            kind=kind,
+            sampling=sampling,
+            streams=streams,
+            speed=summarise(batches, cpu_s),
+            comparison=compare(records, expected[index], f"{SIDES[index]}, {kind}, {sampling}, {streams}"),
+            is_exact=targets[index].info.is_exact,
+        )
+        rows.append(row)
+        progress(_short(row))
+        return row
+
+    if plan.alone:
+        progress(f"{sampling}: {len(calls)} {kind} prompts alone")
+        for index, target in enumerate(targets):
+            records = run_alone(target, calls)
+            for record in records:
+                if record.error is not None:
+                    raise BenchError(f"prompt {record.prompt} fails when run alone: {record.error}")
+            solo += [Solo(side=SIDES[index], sampling=sampling, record=record) for record in records]
+            add(index, "alone", [[record] for record in records])
+            expected[index] = {record.prompt: record for record in records}
+    if plan.serial:
+        progress(f"{sampling}: the same without drafts")
+        for index, target in enumerate(targets):
+            records = run_alone(target, without_drafts(calls))
+            add(index, "serial", [[record] for record in records])
+    for level in plan.levels:
+        progress(f"{sampling}: {level} {kind} streams, {plan.reps} times")
+        batches, cpu_s = _run_cell(targets, calls, level, plan.reps)
+        both = [add(index, str(level), batches[index], cpu_s[index]) for index in range(len(targets))]
+        if len(targets) == 2:
+            pairs.append(pair(both[0], both[1], batches))
+    return rows, solo, pairs
 
 
-async def gateway_cpu_s(session: aiohttp.ClientSession, url: str) -> float | None:
-    """CPU seconds of the gateway's process so far, from /metrics; None when it does not tell, or not to us."""
-    try:
-        async with session.get(f"{url}/metrics") as response:
-            if response.status != 200:
-                return None
-            text = await response.text()
-    except (aiohttp.ClientError, TimeoutError):
-        return None
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    values = [sample.value for sample in samples if sample.name == CPU_SAMPLE]
-    return sum(values) if values else None
+def _short(row: Row) -> str:
+    """What a row says, for whoever watches; a run that is cut off has told so much."""
+    speed, found = row.speed.decode_tokens_per_s, row.comparison
+    told = "" if speed is None else f"{speed:.1f} tok/s decoding, "
+    return f"  {row.side}: {told}{found.equal} equal, {found.unequal} unequal, {found.failed} failed"
+
+
+def _run_cell(
+    targets: Sequence[Target], calls: Sequence[Call], level: int, reps: int
+) -> tuple[list[list[list[StreamRecord]]], list[float | None]]:
+    """The streams of each repetition of each target, and the CPU seconds of each. Targets take turns: A, B, A, B."""
+    batches: list[list[list[StreamRecord]]] = [[] for _ in targets]
+    before = [target.state().cpu_s for target in targets]
+    for rep in range(reps):
+        for index, target in enumerate(targets):
+            batches[index].append(run_together(target, calls_at(calls, level, rep)))
+    after = [target.state().cpu_s for target in targets]
+    spent = [None if a is None or b is None else a - b for a, b in zip(after, before, strict=True)]
+    return batches, spent
+
+
+def pair(first: Row, second: Row, batches: Sequence[Sequence[Sequence[StreamRecord]]]) -> Pair:
+    """Two rows of one cell side by side. batches: of both targets, made of equal calls."""
+    counts = {True: 0, False: 0}
+    for one, two in zip(*batches, strict=True):
+        for a, b in zip(one, two, strict=True):
+            if a.token_sha256 is not None and b.token_sha256 is not None:
+                counts[a.token_sha256 == b.token_sha256] += 1
+
+    def ratio(name: str) -> float | None:
+        a, b = getattr(first.speed, name), getattr(second.speed, name)
+        return b / a if a and b is not None else None
+
+    return Pair(
+        kind=first.kind,
+        sampling=first.sampling,
+        streams=first.streams,
+        tokens_per_s=ratio("tokens_per_s"),
+        decode_tokens_per_s=ratio("decode_tokens_per_s"),
+        ttft=ratio("ttft_p50_s"),
+        same=counts[True],
+        different=counts[False],
+    )
+
+
+def _time_prefill(plan: BenchPlan, target: Target, side: str, num_tokens: int) -> Prefill:
+    """One stream, cold every time: the tokens are new to the target, and it is asked to skip its cache where it can."""
+    runs = max(plan.reps, _PREFILL_RUNS)
+    rng = random.Random(f"prefill {plan.seed} {num_tokens}")
+    calls = [
+        Call(
+            prompt=BenchPrompt(
+                f"prefill-{num_tokens}-{run}",
+                "prefill",
+                token_ids=random_token_ids(num_tokens, target.info.vocab_size or SAFE_VOCAB, rng),
+            ),
+            params=sampling_params("greedy", 1, 0),
+            use_prefix_cache=not target.info.can_skip_cache,
+        )
+        for run in range(runs)
+    ]
+    records = run_alone(target, calls)
+    notes = [f"{side}, {record.prompt}: {record.error}" for record in records if record.error is not None]
+    notes += [
+        f"{side}, {record.prompt}: {record.cached_tokens} tokens were kept"
+        for record in records
+        if record.cached_tokens
+    ]
+    speeds = [num_tokens / record.ttft_s for record in records if record.error is None and record.ttft_s]
+    return Prefill(
+        side=side,
+        prompt_tokens=num_tokens,
+        runs=runs,
+        tokens_per_s=percentile(speeds, 0.5),
+        spread=(min(speeds), max(speeds)) if speeds else None,
+        notes=tuple(notes),
+    )

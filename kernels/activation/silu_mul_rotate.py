@@ -14,13 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.kernels.activation.silu_mul import FLOATS, gated
+from espalier.kernels.dependent_launch import early_launch, wait_and_release
 from espalier.kernels.hadamard.rotate import SCALE, WARPS, block_tile, hadamard_128, launch_tile
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _silu_mul_rotate_kernel(
-    gate_up_ptr, suh_ptr, out_ptr, num_rows, width, stride, in_features, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+    gate_up_ptr, suh_ptr, out_ptr, num_rows, width, stride, in_features, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_and_release(EARLY)
     rows, columns = block_tile(tl.program_id(1), tl.program_id(0), ROWS, BLOCKS)
     given = (rows < num_rows) & (columns < width)
     gate_ptr = gate_up_ptr + rows.to(tl.int64) * stride + columns
@@ -63,5 +66,5 @@ def silu_mul_rotate(gate_up: Tensor, suh: Tensor, out: Tensor) -> None:
     grid = (triton.cdiv(in_features, 128 * blocks), triton.cdiv(num_rows, rows))
     _silu_mul_rotate_kernel[grid](
         gate_up, suh, out, num_rows, width, gate_up.stride(0), in_features,
-        ROWS=rows, BLOCKS=blocks, num_warps=WARPS, enable_fp_fusion=False,
+        ROWS=rows, BLOCKS=blocks, num_warps=WARPS, enable_fp_fusion=False, **early_launch(gate_up.device),
     )  # fmt: skip

@@ -16,10 +16,10 @@ from espalier.kernels.attention import merge
 from espalier.kernels.attention.lanes import LaneTable
 from espalier.kernels.attention.splits import EVERY_KEY, most_splits
 from espalier.kernels.counters import Scratch, ScratchSize
+from espalier.kernels.dependent_launch import DEPENDENT_LAUNCH
 from espalier.kernels.device import device_class
 
 BUFFERS = 2  # of 32 KB: three programs share an SM
-GDC = (9, 0)  # from here on a launch may begin before the one before it ends
 
 
 @gluon.jit
@@ -221,5 +221,5 @@ def launch(
     if splits > 1:
         merge.launch(
             lanes, scratch.partials, maxima, out, max_rows=max_rows, window=visible, kv_heads=kv_heads, tiles=tiles,
-            splits=splits, stored=stored, tile_rows=m, width=width, early=device_class(q.device).capability >= GDC,
+            splits=splits, stored=stored, tile_rows=m, width=width, early=device_class(q.device).capability >= DEPENDENT_LAUNCH,
         )  # fmt: skip

@@ -60,18 +60,25 @@ def producer(
 
 
 @gluon.jit
-def forget_unwritten(ring, stage, tile, end, CHUNKS: gl.constexpr, S: gl.constexpr):
-    """Zeros in place of values behind the lane's end: 0 times what lies there may be NaN. Both warpgroups do it: the same zeros twice."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    strips = ring._reinterpret(ring.dtype, [S * CHUNKS * 8, 16, 64], BOX)
-    row = gl.arange(0, 16, gl.SliceLayout(1, L))
-    for strip in range((end - tile * 128) // 16, 8):
-        for c in gl.static_range(CHUNKS):
-            at = strips.index((stage * CHUNKS + c) * 8 + strip)
-            v = at.load(L)
-            at.store(gl.where((tile * 128 + strip * 16 + row < end)[:, None], v, gl.zeros_like(v)))
-    fence_async_shared()
-    gl.thread_barrier()
+def forget_unwritten(WG: gl.constexpr, ring, stage, free, tile, end, CHUNKS: gl.constexpr, S: gl.constexpr):
+    """Zeros in place of values behind the lane's end: 0 times what lies there may be NaN. The second warpgroup writes them, the first waits.
+
+    A program has one tile at most that reaches behind the end, so the barrier beyond those of the stages is waited for once.
+    """
+    if WG == 1:
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        strips = ring._reinterpret(ring.dtype, [S * CHUNKS * 8, 16, 64], BOX)
+        row = gl.arange(0, 16, gl.SliceLayout(1, L))
+        for strip in range((end - tile * 128) // 16, 8):
+            for c in gl.static_range(CHUNKS):
+                at = strips.index((stage * CHUNKS + c) * 8 + strip)
+                v = at.load(L)
+                at.store(gl.where((tile * 128 + strip * 16 + row < end)[:, None], v, gl.zeros_like(v)))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(S), count=1)
+    else:
+        mbarrier.wait(free.index(S), 0)
 
 
 @gluon.jit
@@ -141,7 +148,7 @@ def consumer(
         stage = unit % S
         mbarrier.wait(ready.index(stage), unit // S & 1)
         if tile * 128 + 128 > end:
-            forget_unwritten(ring, stage, tile, end, CHUNKS, S)
+            forget_unwritten(WG, ring, stage, free, tile, end, CHUNKS, S)
         split_mixed = warpgroup_mma(weights, ring.index(stage), split_mixed, is_async=True)
         split_total = warpgroup_mma(weights, ones.permute((1, 0)), split_total, is_async=True)
         split_mixed, split_total = warpgroup_mma_wait(0, deps=[split_mixed, split_total])
@@ -189,10 +196,11 @@ def attend_chunk(
         ones.store(gl.full([8, 128], 1.0, TYPE, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
         fence_async_shared()
         ready = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-        free = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [S + 1, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(S):
             mbarrier.init(ready.index(i), count=1)
             mbarrier.init(free.index(i), count=2)
+        mbarrier.init(free.index(S), count=1)  # for `forget_unwritten`
         gl.warp_specialize(
             [
                 (consumer, (0, q, out, queries, ring, ones, ready, free, row0, head, piece, place, rows, first_position,

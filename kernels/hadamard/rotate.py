@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from espalier.kernels.dependent_launch import early_launch, wait_and_release
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 SCALE = tl.constexpr(0.088388347648)  # as in reference.py
 # (rows, blocks of 128) of a program of four warps: what is fastest for a few rows, and for many.
@@ -72,8 +74,9 @@ def block_tile(block_row, block_column, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotate_input_kernel(
     x_ptr, suh_ptr, out_ptr, num_rows, width, x_stride, in_features,
-    MEMBERS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    MEMBERS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_and_release(EARLY)
     # Programs of one tile of x follow each other, so that members after the first find it in the L2.
     member = tl.program_id(0) % MEMBERS
     rows, columns = block_tile(tl.program_id(1), tl.program_id(0) // MEMBERS, ROWS, BLOCKS)
@@ -111,7 +114,7 @@ def rotate_input(x: Tensor, suh: Tensor, out: Tensor) -> None:
     grid = (triton.cdiv(in_features, 128 * blocks) * members, triton.cdiv(num_rows, rows))
     _rotate_input_kernel[grid](
         x, suh, out, num_rows, width, x.stride(0), in_features,
-        MEMBERS=members, ROWS=rows, BLOCKS=blocks, num_warps=WARPS, enable_fp_fusion=False,
+        MEMBERS=members, ROWS=rows, BLOCKS=blocks, num_warps=WARPS, enable_fp_fusion=False, **early_launch(x.device),
     )  # fmt: skip
 
 

@@ -1,10 +1,11 @@
-"""Programmatic dependent launch: a kernel begins while the one before it still runs, and waits for it where it must. Gluon device functions."""
+"""Programmatic dependent launch in Gluon: the linears' side of the contract that `kernels/dependent_launch.py` states.
+
+Weights are older than the launch before, so loads of them may be under way before the wait. Device functions.
+"""
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-DEPENDENT_LAUNCH = (9, 0)  # compute capability from which on a launch may begin before the one it waits for has ended
 
 
 @gluon.jit

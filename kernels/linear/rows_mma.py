@@ -15,9 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from espalier.kernels.counters import Scratch, ScratchSize
+from espalier.kernels.dependent_launch import DEPENDENT_LAUNCH
 from espalier.kernels.device import device_class
 from espalier.kernels.exl3.decode import advance, decode_words, load_at, word_pointers
-from espalier.kernels.linear.dependent_launch import DEPENDENT_LAUNCH, let_dependents_start, wait_for_inputs
+from espalier.kernels.linear.dependent_launch import let_dependents_start, wait_for_inputs
 from espalier.kernels.linear.epilogue import finish
 from espalier.kernels.linear.group import LinearGroup
 from espalier.kernels.linear.places import member_of, program_place, row_words, split_blocks

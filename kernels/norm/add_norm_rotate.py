@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from espalier.kernels.dependent_launch import early_launch, wait_and_release
 from espalier.kernels.hadamard.rotate import SCALE, hadamard_128
 from espalier.kernels.norm.rms_norm import FLOATS, inverse_rms, normed, row_columns, row_levels
 
@@ -36,7 +37,9 @@ def _add_norm_rotate_kernel(
     eps, num_rows, y_stride, in_features,
     WIDTH: tl.constexpr, MEMBERS: tl.constexpr, HAS_Y: tl.constexpr, HAS_NORMED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     HIGH: tl.constexpr, LEVELS: tl.constexpr, ODD_LEVELS: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_and_release(EARLY)
     row = tl.program_id(1).to(tl.int64)
     residual_ptr += row * WIDTH
     y_ptr += row * y_stride
@@ -94,6 +97,7 @@ def add_norm_rotate(
         eps, num_rows, 0 if y is None else y.stride(0), in_features,
         WIDTH=width, MEMBERS=members, HAS_Y=y is not None, HAS_NORMED=normed is not None, UNIT_OFFSET=unit_offset,
         HIGH=high, LEVELS=levels, ODD_LEVELS=odd_levels, TILES=tiles // programs, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+        **early_launch(residual.device),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.attention.reference import Workspace
-from espalier.replicas.config import EngineConfig, KVDtype
+from espalier.replicas.config import KVDtype, ResolvedConfig
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.config import ModelConfig
 
@@ -52,7 +52,7 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(raw).view(dtype).view(shape)
 
 
-def plan_memory(config: EngineConfig, model: ModelConfig, memory_bytes: int) -> tuple[int, int]:
+def plan_memory(config: ResolvedConfig, model: ModelConfig, memory_bytes: int) -> tuple[int, int]:
     """(blocks, longest context in tokens) for this configuration on a machine of so much memory.
 
     Raises InvalidRequestError naming the option when the options cannot be met together.

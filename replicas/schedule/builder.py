@@ -1,6 +1,7 @@
 """StepBuilder: collects one Step within its budgets, so that its size is bounded whatever the context length."""
 
 from espalier.replicas.cache.table import blocks_for
+from espalier.replicas.schedule.pacing import chunk_rows
 from espalier.replicas.schedule.step import BlockAppend, Lane, Observed, SequenceBegin, Step
 from espalier.replicas.schedule.tracks import Track
 from espalier.replicas.sequence import Sequence
@@ -19,7 +20,9 @@ class StepBuilder:
         self._begins: list[SequenceBegin] = []
         self._appends: list[BlockAppend] = []
         self._observed: list[Observed] = []
-        self._num_rows = 0
+        self.num_rows = 0
+        self._max_rows = track.max_rows
+        self._num_rows_before = 0
         # Every decoding lane may need a block in the same round.
         self._blocks_left = max(BLOCKS_PER_STEP, max_lanes)
         self._observed_left = OBSERVED_PER_STEP
@@ -27,7 +30,12 @@ class StepBuilder:
     @property
     def rows_left(self) -> int:
         """Rows that can still be added."""
-        return self._track.max_rows - self._num_rows
+        return self._max_rows - self.num_rows
+
+    def limit_prompts(self, num_rows: int) -> None:
+        """What is added from now on are prompts, with no more than so many rows."""
+        self._max_rows = min(self._max_rows, self.num_rows + num_rows)
+        self._num_rows_before = self.num_rows
 
     def begin(self, sequence: Sequence, restore: tuple[tuple[str, int], ...]) -> None:
         """Tells the shards of a sequence that was just admitted."""
@@ -40,11 +48,16 @@ class StepBuilder:
         if not self._send_observed(sequence):
             return
         residence = sequence.residence
-        num_rows = min(self.rows_left, sequence.num_to_plan)
+        num_rows = chunk_rows(
+            residence.num_planned,
+            sequence.num_to_plan,
+            self.rows_left,
+            is_first=self.num_rows == self._num_rows_before,
+        )
         num_rows = min(num_rows, self._send_blocks(sequence, residence.num_planned + num_rows) - residence.num_planned)
         if num_rows > 0:
-            self._lanes.append(sequence.plan(num_rows, step_id=self._step_id, first_row=self._num_rows))
-            self._num_rows += num_rows
+            self._lanes.append(sequence.plan(num_rows, step_id=self._step_id, first_row=self.num_rows))
+            self.num_rows += num_rows
 
     def _send_observed(self, sequence: Sequence) -> bool:
         """Whether the shards know all restored tokens that sampling needs."""

@@ -1,6 +1,7 @@
 """Scheduler: plan(track) -> Step, commit(step, result). Who runs, on which blocks, and what the shards must be told. Knows no text and no clock.
 
-Decoding lanes get their rows first, so no prompt stalls them; prompts share what is left, in order of rank, in chunks. A sequence is admitted
+Decoding lanes get their rows first, so no prompt stalls them; prompts share what is left, in order of rank, in chunks, no more of them beside
+decoding lanes than `pacing` says. A sequence is admitted
 when all tokens it has so far find blocks; from then on only decoding asks for more, and where none is free the last in rank is preempted: it
 keeps its tokens, gives up its blocks and waits again. A sequence of the first rank is never preempted, so some sequence always gets on.
 
@@ -8,7 +9,10 @@ A request that wants to be alone is admitted when no other waits, holds a lane o
 in the first plan after another has come. So no step has rows of it and of another; at most its steps in flight are done before the other's first.
 Figures of requests (running, waiting, prompt tokens, preemptions) leave it out.
 
-Nothing that a step in flight reads is freed: a sequence that has left its lane keeps blocks and lane until its last step is committed.
+Where prompts have a track of their own, a sequence moves to the one that decodes when all its tokens are known and computed and no step in
+flight reads it; after a preemption it begins with the other again.
+
+Nothing that a step in flight on any track reads is freed: a sequence that has left its lane keeps blocks and lane until its last step is committed.
 """
 
 import bisect
@@ -19,9 +23,10 @@ from typing import NamedTuple
 from espalier.replicas.cache.blocks import BlockPool
 from espalier.replicas.cache.prefix import KVPrefix, PrefixChain, StateKind, longest_common, root_key
 from espalier.replicas.cache.table import BlockTable, blocks_for
-from espalier.replicas.config import EngineConfig
+from espalier.replicas.config import EngineConfig, resolved
 from espalier.replicas.request import Request
 from espalier.replicas.schedule.builder import StepBuilder
+from espalier.replicas.schedule.pacing import fitted_rows, prompt_limit
 from espalier.replicas.schedule.queue import WaitingQueue
 from espalier.replicas.schedule.step import SampledToken, Step, StepCommit, StepResult
 from espalier.replicas.schedule.tracks import Track
@@ -53,7 +58,7 @@ class Scheduler:
         pool: BlockPool | None = None,
         other_kinds: Seq[StateKind[int]] = (),
     ) -> None:
-        self._config = config
+        self._config = resolved(config)
         self._info = info
         self._stats = stats
         self.pool = BlockPool(info.num_blocks) if pool is None else pool
@@ -122,24 +127,44 @@ class Scheduler:
         builder = StepBuilder(self._next_step_id, track, max_lanes=self._config.max_lanes)
         if self._alone is not None and self._queue.head() is not None:
             self._leave(self._alone, Status.PREEMPTED)
-        running = [sequence for sequence in self._running if sequence.residence.track == track.name]
-        decoding = [sequence for sequence in running if sequence.decodes]
-        prefilling = [sequence for sequence in running if sequence.num_to_plan and not sequence.decodes]
-        for sequence in decoding:
-            # An earlier one of these may have preempted it.
-            if sequence.status is Status.RUNNING and self._make_room(sequence):
-                builder.add(sequence)
-        for sequence in prefilling:
-            if sequence.status is Status.RUNNING and builder.rows_left:
-                builder.add(sequence)
-        while builder.rows_left and (admitted := self._admit_next(track)) is not None:
-            builder.begin(admitted, self._hold_other_state(admitted))
-            builder.add(admitted)
+        decoding = [sequence for sequence in self._running if sequence.decodes]
+        if track.takes_decodes:
+            self._add_decoding(builder, track, decoding)
+        if track.takes_prompts:
+            self._add_prompts(builder, track, decode_waits=bool(decoding))
         step = builder.build(tuple(self._ends))
         if step is not None:
             self._next_step_id += 1
             self._ends.clear()
         return step
+
+    def _add_decoding(self, builder: StepBuilder, track: Track, decoding: Seq[Sequence]) -> None:
+        for sequence in decoding:
+            # An earlier one of these may have preempted it.
+            if sequence.status is Status.RUNNING and _joins(sequence, track) and self._make_room(sequence):
+                sequence.residence.track = track.name
+                builder.add(sequence)
+
+    def _add_prompts(self, builder: StepBuilder, track: Track, *, decode_waits: bool) -> None:
+        """Rows of running prompts and of as many newcomers as the round has room for."""
+        prompts = [sequence for sequence in self._running if sequence.residence.track == track.name]
+        prompts = [sequence for sequence in prompts if sequence.num_to_plan and not sequence.decodes]
+        available = sum(sequence.num_to_plan for sequence in prompts)
+        limit = prompt_limit(
+            track.max_rows,
+            builder.num_rows,
+            decode_waits=decode_waits,
+            round_ms=self._info.round_ms,
+            decode_gap_ms=self._config.decode_gap_ms,
+        )
+        while available < limit and (admitted := self._admit_next(track)) is not None:
+            builder.begin(admitted, self._hold_other_state(admitted))
+            prompts.append(admitted)
+            available += admitted.num_to_plan
+        builder.limit_prompts(fitted_rows(min(available, limit), builder.num_rows, self._info.round_ms))
+        for sequence in prompts:
+            if builder.rows_left:
+                builder.add(sequence)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Gives a decoding sequence the block that its next row needs, if need be by preempting; False when it has to wait for one."""
@@ -293,3 +318,8 @@ def accepted(step: Step, result: StepResult) -> StepCommit:
     """All rows of every lane that did not fail are kept; drafts would make it fewer."""
     lanes = [lane for lane in step.lanes if lane.seq_id not in result.failed]
     return StepCommit(step.step_id, tuple((lane.seq_id, len(lane.tokens)) for lane in lanes))
+
+
+def _joins(sequence: Sequence, track: Track) -> bool:
+    """Whether a decoding sequence may go on on this track: it does already, or no step in flight reads it."""
+    return sequence.residence.track == track.name or not sequence.residence.num_in_flight

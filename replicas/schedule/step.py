@@ -61,6 +61,9 @@ class Lane:
 class Step:
     """One round. Order of effect: ends, begins, appends, observed, then the lanes' rows.
 
+    Steps of two tracks may run side by side, but shards take over their changes in the order of submission. All but `ends` concern sequences of
+    the step's own track; a sequence changes its track, ends or is begun anew only when no step in flight reads it, and no TokenRef leaves a track.
+
     Rows are numbered through the lanes in order, 0 for the first row of the first lane: TokenRef.row counts so.
     """
 

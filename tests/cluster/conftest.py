@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from espalier.cluster.config import ClusterConfig, GatewayConfig, ServedModel
 from espalier.replicas.config import EngineConfig
 from tests.support.processes import engine_pids
 from tests.support.tiny import make_tiny_checkpoint
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from espalier.cluster.app import RunningCluster
@@ -78,14 +79,6 @@ class LiveCluster:
     def wait_until_healed(self) -> None:
         """Wait until all replicas are ready again."""
         wait_until(lambda: len(self.replica_ids()) == NUM_REPLICAS, "all replicas are ready", timeout_s=90)
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30) -> None:
-    """Fails the test when the condition does not come true in time."""
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, f"waited {timeout_s} s until {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")

@@ -9,11 +9,12 @@ from starlette.routing import Route
 
 from espalier.cluster.audit_decisions import AuditResult
 from espalier.cluster.config import GatewayConfig
+from espalier.cluster.ingress.errors import WIRE_STATUS
 from espalier.cluster.ingress.grpc_servicer import InferenceServicer
 from espalier.cluster.ingress.http import build_http_app
 from espalier.cluster.metrics import GRPC_METHODS, HTTP_ROUTES, ClusterMetrics, EngineSnapshot
 from espalier.replicas.request import FinishReason
-from espalier.replicas.stats import EngineStats
+from espalier.replicas.stats import DeviceFigures, EngineStats
 from tests.support.fakes import FakeGateway, fake_model
 
 # vLLM's families, which dashboards made for it look for.
@@ -38,6 +39,18 @@ VLLM_FAMILIES = {
 }
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def device_figures() -> DeviceFigures:
+    return DeviceFigures(
+        pool_bytes=1,
+        pool_growths=2,
+        poison_resets=3,
+        graph_captures=4,
+        graph_replays=5,
+        device_bytes_used=6,
+        device_bytes_total=7,
+    )
 
 
 def busy_stats() -> EngineStats:
@@ -127,6 +140,11 @@ def test_counts_that_alerts_watch_start_at_zero() -> None:
         assert value(found, "espalier_gateway_refusals_total", model="m", reason=reason) == 0
     for kind in ("prefix", "session", "load"):
         assert value(found, "espalier_router_decisions_total", model="m", kind=kind) == 0
+    for error in ("request_failed", "replica_lost", "unavailable"):
+        requests, wire = "espalier_gateway_requests_total", WIRE_STATUS[error]
+        for route in ("/v1/chat/completions", "/v1/completions"):
+            assert value(found, requests, transport="http", route=route, code=str(wire.http)) == 0
+        assert value(found, requests, transport="grpc", route="Generate", code=wire.grpc.name) == 0
 
 
 def test_api_keys_are_counted_at_each_scrape_and_only_if_there_is_a_file() -> None:
@@ -143,12 +161,12 @@ def test_free_text_makes_no_series() -> None:
     for number in range(50):
         metrics.http_request(f"/{number}", 404)
         metrics.grpc_request(f"Method{number}", "UNIMPLEMENTED")
-    routes = {
+    counted = {
         dict(labels)["route"]
-        for name, labels in samples(metrics.render([], []))
-        if name == "espalier_gateway_requests_total"
+        for (name, labels), count in samples(metrics.render([], [])).items()
+        if name == "espalier_gateway_requests_total" and count
     }
-    assert routes == {"other"}
+    assert counted == {"other"}
 
 
 def test_known_routes_keep_their_names() -> None:
@@ -251,6 +269,8 @@ def test_every_count_of_an_engine_is_shown() -> None:
         stats = EngineStats()
         if name == "finished":
             stats.finished[FinishReason.LENGTH] = 1
+        elif name == "device":
+            stats.device = device_figures()
         elif hasattr(getattr(stats, name), "observe"):
             getattr(stats, name).observe(1.0)
         else:
@@ -258,8 +278,29 @@ def test_every_count_of_an_engine_is_shown() -> None:
         assert ClusterMetrics(version="1").render([], [engine("r1", stats)]) != idle, name
 
 
+def test_figures_of_a_device_are_there_where_there_is_one() -> None:
+    metrics = ClusterMetrics(version="1")
+    assert b"espalier_engine_" not in metrics.render([], [engine("r1", busy_stats())])
+    stats = busy_stats()
+    stats.device = device_figures()
+    found = samples(metrics.render([], [engine("r1", busy_stats()), engine("r2", stats)]))
+    shown = {name: count for (name, labels), count in found.items() if name.startswith("espalier_engine_")}
+    assert shown == {
+        "espalier_engine_pool_bytes": 1,
+        "espalier_engine_pool_growths_total": 2,
+        "espalier_engine_pool_resets_total": 3,
+        "espalier_engine_graph_captures_total": 4,
+        "espalier_engine_graph_replays_total": 5,
+        "espalier_engine_device_memory_used_bytes": 6,
+        "espalier_engine_device_memory_total_bytes": 7,
+    }
+    assert all(dict(labels)["replica"] == "r2" for name, labels in found if name in shown)
+
+
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian package prometheus)")
 def test_promtool_finds_nothing() -> None:
-    text = used_metrics().render([fake_model()], [engine("r1", busy_stats(), 1, 1700.5), engine("r2")])
+    on_gpu = busy_stats()
+    on_gpu.device = device_figures()
+    text = used_metrics().render([fake_model()], [engine("r1", busy_stats(), 1, 1700.5), engine("r2", on_gpu)])
     check = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
     assert (check.returncode, check.stdout + check.stderr) == (0, b"")

@@ -9,9 +9,7 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 import httpx
@@ -21,22 +19,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from espalier import __version__
 from espalier.cluster.ingress.pb import inference_pb2 as pb
-from tests.cluster.conftest import wait_until
 from tests.support import prometheus, served_process
-from tests.support.cluster_clients import Roads
+from tests.support.metrics_stand import MODEL, SETTLE_S, ZERO_AT_REST, Stand, key, moved
+from tests.support.metrics_work import BATCH_TOKENS, KEY, Client, Work, requests_by
 from tests.support.tiny import make_tiny_checkpoint
 from tests.support.tools import require_tool
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.cluster]
 
-MODEL = "tiny"
 RULES = Path("helm/espalier/files/rules")
-KEY = "key-of-ada"
-HEADERS = {"authorization": f"Bearer {KEY}"}
-BATCH_TOKENS = 64
 # Tokens of a reply that takes a while.
 LONG = 440
-SETTLE_S = 120.0
 
 HISTOGRAMS = {
     "espalier_time_to_first_token_seconds",
@@ -69,12 +63,7 @@ COUNTERS = {
 }
 # What they are when nothing runs.
 GAUGES_AT_REST = {
-    "espalier_gateway_requests_in_flight": 0.0,
-    "espalier_num_requests_running": 0.0,
-    "espalier_num_requests_waiting": 0.0,
-    "espalier_kv_cache_usage_perc": 0.0,
-    "espalier_router_outstanding_tokens": 0.0,
-    "espalier_audit_pending": 0.0,
+    **dict.fromkeys(ZERO_AT_REST, 0.0),
     "espalier_model_ready_replicas": 2.0,
     "espalier_model_configured_replicas": 2.0,
     "espalier_gateway_api_keys": 1.0,
@@ -86,61 +75,6 @@ PROCESS = {
     *("process_virtual_memory_bytes", "process_resident_memory_bytes"),
 }
 FAMILIES = HISTOGRAMS | COUNTERS | GAUGES_AT_REST.keys() | OTHER_GAUGES | PROCESS
-
-Key = tuple[str, frozenset[tuple[str, str]]]
-
-
-def key(name: str, **labels: str) -> Key:
-    return name, frozenset(labels.items())
-
-
-@dataclass(frozen=True)
-class Stand:
-    """The cluster, its Prometheus, and the file of its API keys."""
-
-    served: served_process.Served
-    watching: prometheus.Prometheus
-    keys: Path
-
-    def counts(self) -> dict[Key, float]:
-        """Counters and histograms as last scraped, replicas added up. Scrapes themselves are not counted."""
-        found: Counter[Key] = Counter()
-        for series in self.watching.now('{__name__=~"espalier_.+_(total|count|sum|bucket)", route!="/metrics"}'):
-            labels = {
-                name: value for name, value in series.labels.items() if name not in ("job", "instance", "replica")
-            }
-            if labels.get("model") == MODEL:
-                del labels["model"]
-            found[key(labels.pop("__name__"), **labels)] += series.points[0][1]
-        return found
-
-    def total(self, expr: str) -> float:
-        return sum(value for series in self.watching.now(expr) for value in series.finite)
-
-    def at_rest(self) -> bool:
-        return all(self.total(name) == value for name, value in GAUGES_AT_REST.items() if value == 0)
-
-    def settle(self) -> dict[Key, float]:
-        """The counts once nothing runs, and two scrapes and reports later nothing has changed any more."""
-        wait_until(self.at_rest, "nothing runs", SETTLE_S)
-        while True:
-            before = self.counts()
-            self.wait_for_scrapes(3)
-            if self.at_rest() and self.counts() == before:
-                return before
-
-    async def audited(self) -> None:
-        """Returns when all replies so far have been run again."""
-
-        def done() -> bool:
-            return 'espalier_audit_pending{model="tiny"} 0.0' in httpx.get(f"{self.served.http_url}/metrics").text
-
-        await asyncio.to_thread(wait_until, done, "audits are done", SETTLE_S)
-
-    def wait_for_scrapes(self, number: int) -> None:
-        scrapes = "count_over_time(up[1h])"
-        enough = self.total(scrapes) + number
-        wait_until(lambda: self.total(scrapes) >= enough, "metrics are scraped", SETTLE_S)
 
 
 @pytest.fixture(scope="module")
@@ -176,120 +110,6 @@ def stand(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stan
         wait_until(lambda: here.total("espalier_model_ready_replicas") == 2, "replicas are seen", SETTLE_S)
         wait_until(lambda: len(watching.now("espalier_num_requests_running")) == 2, "both report", SETTLE_S)
         yield here
-
-
-class Client:
-    """Requests with a key."""
-
-    def __init__(self, stand: Stand) -> None:
-        self._roads = Roads(stand.served.http_url, stand.served.grpc_address, MODEL)
-        self._roads.http.headers.update(HEADERS)
-
-    async def __aenter__(self) -> "Client":
-        await self._roads.__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._roads.__aexit__()
-
-    async def get(self, path: str, **options: Any) -> httpx.Response:
-        return await self._roads.http.get(path, **options)
-
-    async def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-        return await self._roads.http.post(path, json=body, headers=headers)
-
-    async def chat(self, content: str, max_tokens: int, session: str | None = None, **fields: Any) -> httpx.Response:
-        headers = {"x-session-id": session} if session else {}
-        return await self.post("/v1/chat/completions", chat_body(content, max_tokens) | fields, **headers)
-
-    async def stream(self, content: str, max_tokens: int) -> dict[str, Any]:
-        """The usage of a streamed reply."""
-        body = chat_body(content, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
-        async with self._roads.http.stream("POST", "/v1/chat/completions", json=body) as response:
-            lines = [line async for line in response.aiter_lines() if line.startswith("data: {")]
-        usage = [event["usage"] for line in lines if (event := yaml.safe_load(line[6:])).get("usage")]
-        return usage[-1] if usage else {}
-
-    def generate(self, content: str, max_tokens: int, temperature: float = 0.0, model: str = MODEL) -> Any:
-        """A call over gRPC."""
-        request = pb.GenerateRequest(
-            model=model,
-            chat=pb.Chat(messages=[pb.Message(role="user", content=content)]),
-            sampling=pb.SamplingParams(temperature=temperature, seed=11),
-            stop=pb.StopParams(max_tokens=max_tokens, ignore_eos=True),
-        )
-        return self._roads.stub.Generate(request, metadata=tuple(HEADERS.items()))
-
-    def unary(self, method: str, request: Any, **options: Any) -> Any:
-        return getattr(self._roads.stub, method)(request, **({"metadata": tuple(HEADERS.items())} | options))
-
-
-def chat_body(content: str, max_tokens: int) -> dict[str, Any]:
-    messages = [{"role": "user", "content": content}]
-    return {"model": MODEL, "messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-
-
-@dataclass
-class Work:
-    """What replies must have counted, from their usages: (prompt, cached, completion) tokens of each, one after the other."""
-
-    usages: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def add(self, usage: dict[str, Any]) -> None:
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        self.usages.append((usage["prompt_tokens"], cached, usage["completion_tokens"]))
-
-    def rows(self) -> list[int]:
-        """Rows of each round: of the replies, and of their audits, which compute all of it again."""
-        rounds = []
-        for prompt, cached, completion in self.usages:
-            for to_compute in (prompt - cached, prompt):
-                whole, rest = divmod(to_compute, BATCH_TOKENS)
-                rounds += [BATCH_TOKENS] * whole + [rest] * (rest > 0) + [1] * (completion - 1)
-        return rounds
-
-    def counts(self) -> dict[Key, float]:
-        """Counters of the engines."""
-        prompts, cached, completions = (sum(column) for column in zip(*self.usages, strict=True))
-        number, rows = len(self.usages), self.rows()
-        requests = [
-            *("espalier_time_to_first_token_seconds", "espalier_e2e_request_latency_seconds"),
-            *("espalier_request_queue_time_seconds", "espalier_request_prefill_time_seconds"),
-            *("espalier_request_decode_time_seconds", "espalier_request_prompt_tokens"),
-            "espalier_request_generation_tokens",
-        ]
-        return {
-            **{key(f"{name}_count"): number for name in requests},
-            key("espalier_request_prompt_tokens_sum"): prompts,
-            key("espalier_request_generation_tokens_sum"): completions,
-            key("espalier_inter_token_latency_seconds_count"): completions - number,
-            key("espalier_prompt_tokens_total"): prompts,
-            key("espalier_generation_tokens_total"): completions,
-            key("espalier_prefix_cache_queries_total"): prompts,
-            key("espalier_prefix_cache_hits_total"): cached,
-            key("espalier_rounds_total"): len(rows),
-            key("espalier_rows_per_round_count"): len(rows),
-            key("espalier_rows_per_round_sum"): sum(rows),
-            key("espalier_decode_rows_total"): rows.count(1),
-            key("espalier_prefill_rows_total"): sum(rows) - rows.count(1),
-            key("espalier_request_success_total", finished_reason="length"): number,
-            key("espalier_audit_total", result="equal"): number,
-        }
-
-
-def moved(before: dict[Key, float], after: dict[Key, float]) -> dict[Key, float]:
-    """What has changed, but for measured times and for the buckets, which their counts vouch for."""
-    times = ("_seconds_sum", "_bucket")
-    changes = {what: value - before.get(what, 0.0) for what, value in after.items() if not what[0].endswith(times)}
-    return {what: change for what, change in changes.items() if change}
-
-
-def requests_by(transport: str, route: str, **by_code: int) -> dict[Key, float]:
-    name = "espalier_gateway_requests_total"
-    return {
-        key(name, transport=transport, route=route, code=code.removeprefix("_")): number
-        for code, number in by_code.items()
-    }
 
 
 def test_every_family_is_known_and_well_named(stand: Stand) -> None:

@@ -70,7 +70,7 @@ def test_nodes_need_no_resource_where_none_is_named() -> None:
         (MODEL | {"max_lane": 3}, "args.max_lane: unknown key (did you mean max_lanes?)"),
         (MODEL | {"max_lanes": "3"}, "args.max_lanes: must be a whole number, not '3'"),
         (MODEL | {"replicas": 0}, "args.replicas: must be at least 1"),
-        (MODEL | {"device": "cuda"}, "args.device: engines of this version run on the CPU only"),
+        (MODEL | {"device": "cuda", "gpus": 0}, "args.gpus: must be more than 0 where replicas run on GPUs"),
         ({"models": [MODEL, MODEL | {"name": "b"}]}, "args.models: an engine application serves one model"),
         ({"models": []}, "args.models: must be a list of models"),
         ({"models": [MODEL | {"host": "x"}]}, "args.models[0].host: unknown key"),

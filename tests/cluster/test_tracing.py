@@ -1,15 +1,8 @@
-"""Spans of requests: one trace from the caller to the replica over both wires, whatever the end; and nothing of it unless asked for."""
+"""Spans of requests on both wires: one trace from the caller to the replica, whatever the end, and none of strangers."""
 
 import asyncio
-import importlib.util
-import logging
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +10,12 @@ import grpc.aio
 import httpx
 import pytest
 
-from espalier.cluster.config import ClusterConfig, GatewayConfig, TraceConfig
+from espalier.cluster.config import GatewayConfig
 from espalier.cluster.ingress.grpc import start_grpc_server
 from espalier.cluster.ingress.http import build_http_app
 from espalier.cluster.ingress.pb.inference_pb2_grpc import InferenceServiceStub
-from espalier.cluster.origin import Origin
 from espalier.cluster.replica_spans import RequestTrail
-from espalier.cluster.trace_context import TraceContext
-from espalier.cluster.tracing import require_opentelemetry, start_tracing
-from espalier.replicas.errors import EngineError, InvalidRequestError, QueueFullError, RequestFailedError
-from espalier.replicas.request import Finish, FinishReason, Request, SamplingParams, Timings, TokenEvent, Usage
-from espalier.replicas.token_hash import token_sha256
+from espalier.replicas.errors import EngineError, QueueFullError, RequestFailedError
 from tests.support.asgi_client import ask
 from tests.support.fakes import FakeGateway, FakeReply
 from tests.support.gateway_stage import Stage, run
@@ -44,7 +32,6 @@ from tests.support.spans import (
     status,
     trace_id,
 )
-from tests.support.tools import require_module
 
 CHAT_ROUTE = "/v1/chat/completions"
 HTTP_SPAN = f"POST {CHAT_ROUTE}"
@@ -365,150 +352,3 @@ def test_strangers_and_probes_leave_no_spans(tmp_path: Path) -> None:
     assert spans.all() == ()
     assert ask(app, "GET", "/v1/models", headers=key).status_code == 200
     assert attributes(spans.one("GET /v1/models"))["espalier.client"] == "one"
-
-
-# The replica's side, from what the engine's last event says.
-
-ENGINE_REQUEST = Request(request_id="r-0", prompt_token_ids=(1, 2, 3), params=SamplingParams(seed=7))
-ORIGIN = Origin("r", TraceContext(CALLER["traceparent"]))
-
-
-def last_event(reason: FinishReason, timings: Timings, error: EngineError | None = None) -> TokenEvent:
-    finish = Finish(reason, Usage(3, 2, 1), token_sha256([4, 5]), timings, error=error)
-    return TokenEvent(ENGINE_REQUEST.request_id, ENGINE_REQUEST.attempt, 2, (), "", finish=finish)
-
-
-def trail_of(*events: TokenEvent, request: Request = ENGINE_REQUEST, origin: Origin | None = ORIGIN) -> KeptSpans:
-    """The spans of a request that came at second 1000 and of these events at second 1010; then the replica stops."""
-    spans, times = KeptSpans(), iter((1000.0, 1010.0))
-    trail = RequestTrail("tiny", spans.tracer, clock=lambda: next(times))
-    trail.taken(request, origin, "replica-0")
-    trail.ended(events)
-    trail.close()
-    return spans
-
-
-def test_queue_prefill_and_decode_follow_each_other_in_the_replicas_span() -> None:
-    spans = trail_of(last_event(FinishReason.STOP, Timings(0.25, 0.5, 1.5)))
-    whole = spans.one("replica tiny")
-    phases = [spans.one(name) for name in ("queue", "prefill", "decode")]
-    assert {parent_id(span) for span in phases} == {span_id(whole)}
-    times = [(span.start_time, span.end_time) for span in (whole, *phases)]
-    second = 10**9
-    assert times == [
-        (1000 * second, 1010 * second),
-        (1000 * second, 1000 * second + second // 4),
-        (1000 * second + second // 4, 1000 * second + 3 * second // 4),
-        (1000 * second + 3 * second // 4, 1002 * second + second // 4),
-    ]
-    assert attributes(phases[1]) == {"espalier.prompt_tokens": 3, "espalier.cached_tokens": 1}
-    assert attributes(phases[2]) == {"espalier.completion_tokens": 2}
-    assert attributes(whole) == {
-        "gen_ai.request.model": "tiny",
-        "gen_ai.response.finish_reasons": ("stop",),
-        "espalier.replica.id": "replica-0",
-        "espalier.request.id": "r-0",
-        "espalier.attempt": 0,
-        "espalier.seed": "7",
-        "espalier.prompt_tokens": 3,
-        "espalier.cached_tokens": 1,
-        "espalier.completion_tokens": 2,
-        "espalier.token_sha256": token_sha256([4, 5]),
-    }
-
-
-def test_a_request_that_never_ran_has_only_waited() -> None:
-    spans = trail_of(last_event(FinishReason.CANCELLED, Timings(2.0, 0.0, 0.0)))
-    assert {span.name for span in spans.all()} == {"queue", "replica tiny"}
-    assert attributes(spans.one("replica tiny"))["gen_ai.response.finish_reasons"] == ("cancelled",)
-    assert status(spans.one("replica tiny")) == ("UNSET", None)
-
-
-def test_a_request_that_fails_in_the_engine_fails_its_span() -> None:
-    failed = last_event(FinishReason.ERROR, Timings(0.0, 1.0, 0.0), RequestFailedError("broken"))
-    assert status(trail_of(failed).one("replica tiny")) == ("ERROR", "request_failed")
-
-
-def test_what_still_runs_when_the_replica_stops_ends_with_it() -> None:
-    assert status(trail_of().one("replica tiny")) == ("ERROR", "unavailable")
-
-
-def test_an_event_of_another_attempt_ends_nothing() -> None:
-    again = replace(ENGINE_REQUEST, attempt=1)
-    spans = trail_of(last_event(FinishReason.STOP, Timings(0, 0, 0)), request=again)
-    assert status(spans.one("replica tiny")) == ("ERROR", "unavailable")
-
-
-def test_requests_that_no_client_waits_for_leave_no_spans() -> None:
-    assert trail_of(last_event(FinishReason.STOP, Timings(1, 1, 1)), origin=None).all() == ()
-
-
-@pytest.mark.deploy
-def test_a_collector_that_is_not_there_is_told_of_and_holds_up_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    require_module("opentelemetry.exporter.otlp.proto.grpc")
-    logger, theirs = logging.getLogger("espalier"), logging.getLogger("opentelemetry")
-    ours, before = logger.handlers, (theirs.handlers, theirs.propagate)
-    logger.handlers = [caplog.handler]
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        tracer = start_tracing(TraceConfig(endpoint=endpoint), "espalier-gateway")
-        assert tracer is not None
-        tracer.start("work", None, {}).end({})
-        began = time.monotonic()
-        tracer.close()
-        assert time.monotonic() - began < 10
-        assert any(endpoint.removeprefix("http://") in record.getMessage() for record in caplog.records)
-    finally:
-        logger.handlers, (theirs.handlers, theirs.propagate) = ours, before
-
-
-# Off unless asked for.
-
-OFF = """
-import sys
-import espalier.cluster.gateway, espalier.cluster.replica, espalier.cluster.ingress.http, espalier.cluster.ingress.grpc
-from espalier.cluster.tracing import start_tracing
-assert start_tracing(None, "espalier-gateway") is None
-assert not [name for name in sys.modules if name.startswith("opentelemetry")]
-"""
-
-
-def test_nothing_is_imported_while_it_is_off() -> None:
-    subprocess.run([sys.executable, "-c", OFF], check=True)
-
-
-@pytest.mark.parametrize("missing", ["opentelemetry", "opentelemetry.exporter.otlp.proto.grpc"])
-def test_without_the_extra_the_option_is_refused(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_spec(name: str) -> None:
-        # The way of importlib: no parent is an error, no module is nothing.
-        if missing != name:
-            raise ModuleNotFoundError(f"No module named '{missing}'", name=missing)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    with pytest.raises(InvalidRequestError, match=r"trace_endpoint: .*espalier\[tracing\]") as refused:
-        require_opentelemetry()
-    assert refused.value.param == "trace_endpoint"
-    with pytest.raises(InvalidRequestError, match="trace_endpoint"):
-        start_tracing(TraceConfig(endpoint="http://127.0.0.1:4317"), "espalier-gateway")
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    ["", "collector:4317", "grpc://collector:4317", "http://collector", "http://:4317", "http://c:x", "http://c:1/v1"],
-)
-def test_an_endpoint_is_a_scheme_a_host_and_a_port(endpoint: str) -> None:
-    with pytest.raises(InvalidRequestError, match="trace_endpoint: "):
-        ClusterConfig(models=(MODEL,), trace_endpoint=endpoint)
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.1])
-def test_a_ratio_is_a_share(ratio: float) -> None:
-    with pytest.raises(InvalidRequestError, match="trace_ratio: "):
-        ClusterConfig(models=(MODEL,), trace_ratio=ratio)
-
-
-def test_the_options_make_the_config() -> None:
-    assert ClusterConfig(models=(MODEL,)).tracing is None
-    config = ClusterConfig(models=(MODEL,), trace_endpoint="https://collector:4317", trace_ratio=0.5)
-    assert config.tracing == TraceConfig(endpoint="https://collector:4317", ratio=0.5)

@@ -29,7 +29,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--max-lane", "4"], "unknown argument --max-lane (did you mean --max-lanes?)"),
         (["check", "--max-lanes=x"], "--max-lanes: must be a whole number, not 'x'"),
         (["check", "--model", "/absent"], "--model: there is no folder /absent"),
-        (["check", "--device", "cuda"], "--device: engines of this version run on the CPU only"),
+        (["check", "--device", "cuda"], "--device: this machine has no GPU; say cpu or auto"),
         (["serve", "extra"], "unknown argument extra"),
         (["bench", "--level", "3"], "unknown argument --level (did you mean --levels?)"),
     ],

@@ -23,9 +23,9 @@ def config_of(
     return compose(resolve(flags or {}, environ or {}, config_file=str(file) if file else None), locate)
 
 
-def advice_on(*, gpu_present: bool = False, **flags: str) -> list[str]:
+def advice_on(**flags: str) -> list[str]:
     settings = resolve(flags, {})
-    return advice(compose(settings, locate), settings, gpu_present=gpu_present)
+    return advice(compose(settings, locate))
 
 
 @pytest.fixture
@@ -99,7 +99,15 @@ def test_one_model_of_a_list_can_be_replaced_by_a_flag(write) -> None:
         ("keepalive: 0", "keepalive: must be positive"),
         ("affinity_min_tokens: -1", "affinity_min_tokens: must be at least 0"),
         ("log_level: loud", "log_level: must be one of debug, info, warning, error, not 'loud'"),
-        ("device: cuda", "device: engines of this version run on the CPU only"),
+        (
+            "models: [{model: a, device: cuda, gpus: 0}]",
+            "models[0].gpus: must be more than 0 where replicas run on GPUs",
+        ),
+        ("device: cuda\nkv_dtype: fp32", "kv_dtype: must be fp16 or bf16 on a GPU"),
+        ("tracks: 3", "tracks: must be 1 or 2"),
+        ("decode_gap_ms: 0", "decode_gap_ms: must be positive"),
+        ("memory_share: 1.5", "memory_share: must be over 0 and at most 1"),
+        ("batch_tokens: 8", "batch_tokens: must be at least max_lanes"),
         ("models: []", "models: must be a list of models"),
         ("models: {a: b}", "models: must be a list of models"),
         ("name: a\nmodels: [{model: a}]", "name: give it in each entry of `models`"),
@@ -150,8 +158,8 @@ def test_the_environment_is_refused_by_variable(variable: str, value: str, messa
 def test_flags_are_refused_by_flag_and_defaults_by_the_flag_that_would_change_them() -> None:
     with pytest.raises(InvalidRequestError, match=r"^--context: must be at least 2"):
         config_of({"context": "1"})
-    with pytest.raises(InvalidRequestError, match=r"^--batch-tokens \(by default 256\): must be at least max_lanes"):
-        config_of({"max_lanes": "1000"})
+    with pytest.raises(InvalidRequestError, match=r"^--grpc-port \(by default 50051\): must differ from http_port"):
+        config_of({"http_port": "50051"})
 
 
 @pytest.mark.parametrize("name", ["model", "name"])
@@ -171,12 +179,6 @@ def test_listening_beyond_this_machine_without_keys_is_warned_of() -> None:
     assert advice_on(host="0.0.0.0", api_key_file="/k") == []
     (sentence,) = advice_on(host="0.0.0.0")
     assert "without API keys" in sentence
-
-
-def test_an_idle_gpu_is_spoken_of_unless_the_cpu_was_asked_for() -> None:
-    assert "stays idle" in advice_on(gpu_present=True)[0]
-    assert "stays idle" in advice_on(gpu_present=True, device="auto")[0]
-    assert advice_on(gpu_present=True, device="cpu") == []
 
 
 def test_every_option_names_a_field_and_every_field_has_its_option() -> None:

@@ -133,6 +133,8 @@ def test_every_option_arrives_where_it_is_read(option, read, tmp_path: Path) -> 
         "kv_dtype": "bf16",
         "log_level": "debug",
         "audit_share": 0.5,
+        "tracks": 2,
+        "memory_share": 0.5,
     }
     values |= {"trace_endpoint": "http://collector:4317", "trace_ratio": 0.5}
     samples: dict[type, Any] = {bool: not option.default, int: 64, float: 2.5, str: "word"}
@@ -198,7 +200,7 @@ def test_models_below_a_mounted_claim_come_from_it(read) -> None:
         ("model: /m\nhttp_port: 0", "serve.yaml: http_port: a Service needs a port"),
         ("model: /m\ngrpc_port: 0", "serve.yaml: grpc_port: a Service needs a port"),
         ("model: /m\nmax_lanes: 0", "serve.yaml: max_lanes: must be at least 1"),
-        ("model: /m\ndevice: cuda", "serve.yaml: device: engines of this version run on the CPU only"),
+        ("model: /m\ndevice: cuda\ngpus: 0", "serve.yaml: gpus: must be more than 0 where replicas run on GPUs"),
         ("models: [{model: /a/m}, {model: /b/m}]", "models: each model needs a name of its own"),
         ("models: [{model: /m, name: a.b}, {model: /m, name: a b}]", "models: names must differ in more than"),
         ("model: /m\napi_key: sk-1", "serve.yaml: api_key: unknown key (did you mean api_key_file?)"),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from espalier.cluster.metrics import ClusterMetrics, EngineSnapshot
-from espalier.replicas.stats import EngineStats
+from espalier.replicas.stats import DeviceFigures, EngineStats
 from tests.support.boards import (
     Json,
     Window,
@@ -197,7 +197,8 @@ def test_names_of_metrics_in_a_query() -> None:
 def known_metrics(root: Path) -> set[str]:
     """What the exporter exports and the recording rules record."""
     metrics = ClusterMetrics(version="1")
-    text = metrics.render([fake_model()], [EngineSnapshot(model="m", replica="r", stats=EngineStats())]).decode()
+    on_gpu = EngineStats(device=DeviceFigures(**dict.fromkeys(DeviceFigures.__slots__, 0)))
+    text = metrics.render([fake_model()], [EngineSnapshot(model="m", replica="r", stats=on_gpu)]).decode()
     known = set()
     for line in text.splitlines():
         if line.startswith("# TYPE "):

@@ -77,6 +77,21 @@ def test_a_release_from_install_to_uninstall(cluster: tuple[Any, ApiStore]) -> N
     # The claim with downloaded models outlives its release, by helm.sh/resource-policy.
     assert {entry.partition("/")[0] for entry in kept(store)} == {"PersistentVolumeClaim"}
     assert store.names("Secret") == set()
+    # And the next release of that name takes it over.
+    assert config.install(CHART, NAME, values)["status"] == "deployed"
+
+
+def test_upgrades_from_shape_to_shape_leave_nothing_behind(cluster: tuple[Any, ApiStore]) -> None:
+    config, store = cluster
+    shapes = ["everything", *EXAMPLES, "minimal"]
+    config.install(CHART, NAME, values_of("minimal"))
+    for name in shapes:
+        config.upgrade(CHART, NAME, values_of(name))
+        wanted = {label(manifest) for manifest in rendered(name).manifests if not is_hook(manifest)}
+        # But for the claim with downloaded models, which is kept.
+        assert kept(store) - {"PersistentVolumeClaim/rel-espalier-models"} == wanted - {
+            "PersistentVolumeClaim/rel-espalier-models"
+        }, name
 
 
 @pytest.mark.parametrize("name", ["minimal", *EXAMPLES])

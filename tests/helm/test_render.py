@@ -158,7 +158,7 @@ def test_options_change_in_place(over: dict[str, Any]) -> None:
 
 
 def test_more_replicas_change_in_place() -> None:
-    """Replicas of a group are the one thing of rayClusterConfig that KubeRay takes into a running cluster."""
+    """Replicas of a group are the one thing of rayClusterConfig whose change makes no second cluster."""
     changes = differences(rendered("minimal"), rendered("minimal", {"models": [SMALL | {"options": {"replicas": 5}}]}))
     spec = "RayService/rel-espalier/spec"
     assert changes == {f"{spec}/serveConfigV2", f"{spec}/rayClusterConfig/workerGroupSpecs/1/replicas"}

@@ -11,9 +11,10 @@ from espalier.kernels.counters import Scratch
 from espalier.kernels.device import device_class
 from espalier.kernels.exl3.codebook import Codebook
 from espalier.kernels.exl3.layout import RATES
+from espalier.kernels.linear.dispatch import Form, choose_form, load_form, possible_forms
 from espalier.kernels.linear.exl3_linear import allocate_scratch
 from espalier.kernels.linear.group import LinearGroup, pack_group
-from tests.support.linears import move, random_linear
+from tests.support.linears import check_captured, move, random_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -125,37 +126,16 @@ def test_8192_rows() -> None:
         assert torch.equal(run(cut, x, group, torch.float16), expected), cut
 
 
-@pytest.mark.parametrize("form", ["prompt_mma", "prompt_wgmma"])
+@pytest.mark.parametrize("form", [Form.PROMPT_MMA, Form.PROMPT_WGMMA])
 @pytest.mark.parametrize("rows", [130, 300])
-def test_captured_equals_eager_and_allocates_nothing(form: str, rows: int) -> None:
-    from espalier.kernels.linear.dispatch import Form, load_form, possible_forms
-
-    if Form(form) not in possible_forms(device_class(torch.device("cuda"))):
+def test_captured_equals_eager_and_allocates_nothing(form: Form, rows: int) -> None:
+    if form not in possible_forms(device_class(torch.device("cuda"))):
         pytest.skip(f"{form} does not run on this device")
     group, x = group_of(640, MIXED), rotated(640, len(MIXED), 300)[:, :rows].contiguous()
-    module = load_form(Form(form))
-    scratch = allocate_scratch(module.scratch_size(640, group.widths, rows), x.device)
-    out = torch.full((rows, group.out_features), torch.nan, dtype=torch.float16, device="cuda")
-    module.launch(x, group, out, scratch)
-    eager = out.clone()
-    out.fill_(torch.nan)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        before = torch.cuda.memory_allocated()
-        module.launch(x, group, out, scratch)
-        module.launch(x, group, out, scratch)
-        assert torch.cuda.memory_allocated() == before
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, eager)
-    assert not scratch.counters.any()
+    check_captured(form, x, group)
 
 
 def test_two_streams_at_once() -> None:
-    from espalier.kernels.linear.dispatch import choose_form, load_form
-
     group = group_of(4224, ONE)
     inputs = [rotated(4224, 1, 2048)[:, :rows].contiguous() for rows in (256, 700)]
     module = load_form(choose_form(device_class(torch.device("cuda")), 700, group.out_features))

@@ -27,7 +27,7 @@ from espalier.kernels.linear.rows_launch import (
 )
 from espalier.kernels.linear.splits import num_splits, split_borders
 from tests.support.linears import random_linear
-from tests.support.sass import MachineCode, compile_kernel, needs_triton
+from tests.support.sass import READS, WRITES, MachineCode, compile_kernel, needs_triton
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
@@ -222,3 +222,13 @@ def test_no_rate_spills(rate: float, codebook: int) -> None:
         for rows in (8, 64):
             assert compiled("rows_mma", 86, 5120, rows, rate, codebook).stack == 0
             assert compiled("rows_wgmma", 90, 5120, 64, rate, codebook, out="*bf16").stack == 0
+
+
+@needs_triton
+@pytest.mark.parametrize(("form", "rows"), [("rows_mma", 8), ("rows_wgmma", 64)])
+def test_only_words_are_read_before_the_wait(form: str, rows: int) -> None:
+    """Two steps of them, a lane's own and its neighbour's; whoever launched before may still be writing anything else."""
+    before = compiled(form, 90, 5120, rows).before_wait()
+    loads = [opcode for opcode in before if opcode.startswith(READS)]
+    assert len(loads) == 4 and all(opcode.startswith("LDG") and opcode.endswith(".128") for opcode in loads)
+    assert not [opcode for opcode in before if opcode.startswith((*WRITES, "EXIT"))]

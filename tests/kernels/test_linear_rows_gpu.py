@@ -14,6 +14,7 @@ from espalier.kernels.exl3.codebook import Codebook
 from espalier.kernels.exl3.layout import RATES
 from espalier.kernels.exl3.reference import decode_inner
 from espalier.kernels.linear import reference
+from espalier.kernels.linear.dispatch import Form, possible_forms
 from espalier.kernels.linear.exl3_linear import allocate_scratch
 from espalier.kernels.linear.group import LinearGroup, pack_group
 from espalier.kernels.linear.rows_launch import (
@@ -24,7 +25,7 @@ from espalier.kernels.linear.rows_launch import (
     wgmma_shape,
 )
 from espalier.kernels.linear.splits import num_splits
-from tests.support.linears import move, random_linear
+from tests.support.linears import check_captured, move, random_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -143,32 +144,13 @@ def test_members_equal_themselves_alone() -> None:
         column += member[0]
 
 
-@pytest.mark.parametrize("form", ["rows_mma", "rows_wgmma"])
+@pytest.mark.parametrize("form", [Form.ROWS_MMA, Form.ROWS_WGMMA])
 @pytest.mark.parametrize("rows", [1, 40])
-def test_captured_equals_eager_and_allocates_nothing(form: str, rows: int) -> None:
-    from espalier.kernels.linear.dispatch import Form, load_form
-
-    if form not in {name for name, _ in shapes(1024)}:
+def test_captured_equals_eager_and_allocates_nothing(form: Form, rows: int) -> None:
+    if form not in possible_forms(device_class(torch.device("cuda"))):
         pytest.skip(f"{form} does not run on this device")
     group, x = group_of(1024, MIXED), rotated(1024, len(MIXED))[:, :rows].contiguous()
-    module = load_form(Form(form))
-    scratch = allocate_scratch(module.scratch_size(1024, group.widths, rows), x.device)
-    out = torch.full((rows, group.out_features), torch.nan, dtype=torch.float16, device="cuda")
-    module.launch(x, group, out, scratch)
-    eager = out.clone()
-    out.fill_(torch.nan)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        before = torch.cuda.memory_allocated()
-        module.launch(x, group, out, scratch)
-        module.launch(x, group, out, scratch)
-        assert torch.cuda.memory_allocated() == before
-    for _ in range(3):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, eager)
-    assert not scratch.counters.any()
+    check_captured(form, x, group)
 
 
 def test_two_streams_at_once() -> None:

@@ -1,5 +1,6 @@
 """What gets installed: one version, one command, and a wheel with real files where the checkout has links."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -71,3 +72,5 @@ def test_the_wheel_holds_every_module_and_only_ours(root: Path, tmp_path: Path) 
     protos = {f"espalier/{path.relative_to(root).as_posix()}" for path in (root / "cluster").rglob("*.proto")}
     assert protos
     assert protos <= names
+    # Files of images and of the local stack are the checkout's.
+    assert [name for name in names if re.match(r"espalier/deploy/(compose|images)", name)] == []

@@ -126,8 +126,8 @@ def test_one_that_waits_can_be_ended() -> None:
 def test_a_crowd_never_shares_a_round_with_it(seed: int) -> None:
     draw = random.Random(seed)
     shard = FakeShard(fake_info(num_blocks=8, vocab_size=211), max_lanes=4)
-    config = fake_config(max_lanes=4, batch_tokens=24, max_steps_in_flight=1 + seed // 2 % 2)
-    rounds = Rounds(config, shard, num_tracks=1 + seed % 2)
+    config = fake_config(max_lanes=4, batch_tokens=24, max_steps_in_flight=1 + seed // 2 % 2, tracks=1 + seed % 2)
+    rounds = Rounds(config, shard)
     rows = Rows(rounds)
     for number in range(20):
         request = make_request(str(number), [number % 3, *range(draw.randint(1, 30))], max_tokens=draw.randint(1, 60))

@@ -61,6 +61,7 @@ class Models:
         *,
         kv_tokens: int = 4096,
         depth: int = 2,
+        tracks: int = 1,
         batch_tokens: int = 64,
         prefix_cache: bool = True,
         text: TextDecoder | None = None,
@@ -71,6 +72,7 @@ class Models:
             max_lanes=16,
             batch_tokens=batch_tokens,
             max_steps_in_flight=depth,
+            tracks=tracks,
             prefix_cache=prefix_cache,
             cpu_threads=1,
             cache_dir=self.cache_dir,
@@ -119,9 +121,10 @@ def test_replies_are_worth_comparing(models: Models) -> None:
         assert len({answer.token_sha256 for answer in sampled}) == 4
 
 
+@pytest.mark.parametrize("tracks", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_concurrent_is_alone_at_every_level(models: Models, kind: str) -> None:
-    with models.run(prefix_cache=False) as run:
+def test_concurrent_is_alone_at_every_level(models: Models, kind: str, tracks: int) -> None:
+    with models.run(prefix_cache=False, tracks=tracks) as run:
         for level in (1, 2, 3, 5, 8, 16):
             run.run(*crowd(level, KINDS[kind]))
         models.assert_exact(run)
@@ -149,26 +152,35 @@ def test_cold_is_warm_is_after_eviction_at_every_tail(models: Models, kind: str)
         models.assert_exact(run)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_preempted_is_not_preempted(models: Models, depth: int) -> None:
+@pytest.mark.parametrize(("depth", "tracks"), [(1, 1), (2, 1), (2, 2)])
+def test_preempted_is_not_preempted(models: Models, depth: int, tracks: int) -> None:
     params = [
         SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
         SamplingParams(seed=5, max_tokens=60, ignore_eos=True, presence_penalty=0.6, repetition_penalty=1.2),
     ]
     requests = [make_request(str(i), prompt_of(i, 8 + i), params=params[i % 2]) for i in range(6)]
-    with models.run(kv_tokens=160, depth=depth) as run:
+    with models.run(kv_tokens=160, depth=depth, tracks=tracks) as run:
         run.run(*requests)
         assert run.engine.stats().preemptions > 0
         models.assert_exact(run)
 
 
-def test_the_next_turn_reuses_the_reply_and_is_exact(models: Models) -> None:
+@pytest.mark.parametrize("tracks", [1, 2])
+def test_the_next_turn_reuses_the_reply_and_is_exact(models: Models, tracks: int) -> None:
+    """Three turns of one conversation: of each, all full blocks of the turn before are taken over, those of its reply too."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     prompt = prompt_of(1, 30)
-    with models.run() as run:
-        (first,) = run.run(make_request("first", prompt, params=params))
-        (second,) = run.run(make_request("second", [*prompt, *first.token_ids, *prompt_of(2, 9)], params=PENALIZED))
-        assert second.finish is not None and second.finish.usage.cached_tokens == 64
+    with models.run(tracks=tracks) as run:
+        cached = []
+        for turn, of_turn in enumerate((params, params, PENALIZED)):
+            (answer,) = run.run(make_request(f"turn {turn}", prompt, params=of_turn))
+            assert answer.finish is not None
+            cached.append(answer.finish.usage.cached_tokens)
+            prompt = [*prompt, *answer.token_ids, *prompt_of(2 + turn, 9)]
+        # A reply's last token is computed by the next turn.
+        assert cached == [0, (30 + 39) // 16 * 16, (79 + 39) // 16 * 16]
+        stats = run.engine.stats()
+        assert (stats.prefix_hits, stats.prefix_queries) == (sum(cached), 30 + 79 + 128)
         models.assert_exact(run)
 
 

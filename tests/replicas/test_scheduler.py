@@ -39,11 +39,11 @@ def test_only_the_last_chunk_is_sampled_from() -> None:
 
 
 def test_prompts_share_the_rows_in_order_of_rank() -> None:
-    rounds = Rounds(fake_config(max_lanes=4, batch_tokens=16), FakeShard(fake_info()))
+    rounds = Rounds(fake_config(max_lanes=4, batch_tokens=32), FakeShard(fake_info()))
     rounds.submit(make_request("first", range(10)))
-    rounds.submit(make_request("second", range(10)))
+    rounds.submit(make_request("second", range(30)))
     rounds.submit(make_request("urgent", range(5), priority=1))
-    assert lane_lengths(rounds.plan()) == [(0, 5), (1, 10), (2, 1)]
+    assert lane_lengths(rounds.plan()) == [(0, 5), (1, 10), (2, 16)]
     assert rounds.sequences["urgent"].residence.seq_id == 0
     rounds.finish()
     rounds.assert_exact()
@@ -182,19 +182,6 @@ def test_a_step_that_fails_as_a_whole_ends_its_sequences_and_no_others() -> None
     rounds.finish()
     assert rounds.failures == {"a": "lost"}
     rounds.assert_exact("b", "c")
-
-
-def test_two_tracks_take_turns() -> None:
-    shard = FakeShard(fake_info(eos=(), num_blocks=12), max_lanes=6)
-    rounds = Rounds(fake_config(max_lanes=6, batch_tokens=12), shard, num_tracks=2)
-    rounds.run(*(make_request(str(index), range(index, index + 10), max_tokens=30) for index in range(6)))
-    tracks_of: dict[int, set[str]] = {}
-    for step in shard.steps:
-        for lane in step.lanes:
-            tracks_of.setdefault(lane.seq_id, set()).add(step.track)
-    assert all(len(names) == 1 for names in tracks_of.values()), "a sequence stays on its track"
-    assert set.union(*tracks_of.values()) == {"track 0", "track 1"}
-    rounds.assert_exact()
 
 
 def test_all_rows_of_a_lane_that_did_not_fail_are_accepted() -> None:

@@ -33,7 +33,8 @@ operation = st.one_of(
     max_lanes=st.integers(1, 5),
     spare_rows=st.integers(0, 40),
     depth=st.sampled_from([1, 2]),
-    num_tracks=st.sampled_from([1, 1, 2]),
+    tracks=st.sampled_from([1, 2]),
+    round_ms=st.sampled_from([(), ((16, 1.0), (32, 2.0), (64, 9.0))]),
     prefix_cache=st.booleans(),
     failing=st.sets(st.integers(0, 12), max_size=2),
 )
@@ -43,21 +44,25 @@ def test_any_history_is_exact(
     max_lanes: int,
     spare_rows: int,
     depth: int,
-    num_tracks: int,
+    tracks: int,
+    round_ms: tuple[tuple[int, float], ...],
     prefix_cache: bool,
     failing: set[int],
 ) -> None:
     def fault(step: Step, lane: Lane) -> str | None:
         return "broken" if lane.seq_id in failing and lane.start > 20 else None
 
-    shard = FakeShard(fake_info(num_blocks=num_blocks, vocab_size=211), max_lanes=max_lanes, fault=fault)
+    info = fake_info(num_blocks=num_blocks, vocab_size=211, round_ms=round_ms)
+    shard = FakeShard(info, max_lanes=max_lanes, fault=fault)
     config = fake_config(
         max_lanes=max_lanes,
         batch_tokens=max_lanes + spare_rows,
         max_steps_in_flight=depth,
+        tracks=tracks,
+        decode_gap_ms=1.5,
         prefix_cache=prefix_cache,
     )
-    rounds = Rounds(config, shard, num_tracks=num_tracks)
+    rounds = Rounds(config, shard)
     aborted: set[str] = set()
     for name, *numbers in operations:
         match name, numbers:
@@ -70,13 +75,13 @@ def test_any_history_is_exact(
                 rounds.submit(make_request(request_id, prompt, priority=priority, params=params))
             case "plan", _:
                 rounds.plan()
-            case "commit", _:
-                rounds.commit()
+            case "commit", [int(number)]:
+                rounds.commit(overtaking=number % 2 == 1)
             case "rounds", [int(count)]:
-                for _ in range(count):
+                for number in range(count):
                     while rounds.plan():
                         pass
-                    rounds.commit()
+                    rounds.commit(overtaking=number % 3 == 1)
             case "abort", [int(index)] if rounds.sequences:
                 request_id = str(index % len(rounds.sequences))
                 if rounds.sequences[request_id].status is not Status.ENDED:
@@ -95,7 +100,7 @@ def test_any_history_is_exact(
 def test_a_crowd_in_a_tiny_pool_is_exact(seed: int) -> None:
     draw = random.Random(seed)
     shard = FakeShard(fake_info(num_blocks=8, vocab_size=211), max_lanes=5)
-    rounds = Rounds(fake_config(max_lanes=5, batch_tokens=24), shard, num_tracks=1 + seed % 2)
+    rounds = Rounds(fake_config(max_lanes=5, batch_tokens=24, tracks=1 + seed % 2), shard)
     for number in range(14):
         params = SamplingParams(
             temperature=0.0,
@@ -107,6 +112,6 @@ def test_a_crowd_in_a_tiny_pool_is_exact(seed: int) -> None:
         rounds.submit(make_request(str(number), prompt, params=params, priority=draw.randint(0, 2)))
         for _ in range(draw.randint(0, 12)):
             draw.choice([rounds.plan, rounds.plan, rounds.commit])()
-    rounds.finish(max_rounds=5000)
+    rounds.finish(max_rounds=5000, overtaking=seed % 4 == 1)
     rounds.assert_exact()
     assert rounds.stats.preemptions >= 3

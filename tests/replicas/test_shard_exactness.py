@@ -48,6 +48,17 @@ def test_chunks_do_not_matter(shard: Shard, cuts: list[int]) -> None:
     assert torch.equal(prompt_logits(shard, token_ids, cuts, first_block=20), whole)
 
 
+def test_keys_and_values_made_in_decoding_are_those_of_a_prompt(shard: Shard) -> None:
+    """What lets the blocks of a reply serve the next turn's prompt."""
+    token_ids = prompt(shard, 5)
+    prompt_logits(shard, token_ids, [LENGTH])
+    prompt_logits(shard, token_ids, [30] + [1] * (LENGTH - 30), first_block=20)
+    num_full = LENGTH // shard.info.block_size
+    for stored in (*shard._cache.keys, *shard._cache.values):
+        assert stored[:num_full].count_nonzero() > 0
+        assert torch.equal(stored[:num_full], stored[20 : 20 + num_full])
+
+
 def test_company_does_not_matter(shard: Shard) -> None:
     prompts = [prompt(shard, seed, length) for seed, length in ((0, LENGTH), (1, 30), (2, 129), (3, 8))]
     tables = [list(range(start, start + 12)) for start in (30, 0, 50, 15)]

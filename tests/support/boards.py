@@ -72,8 +72,13 @@ class Window:
 
 
 def panels(board: Json) -> list[Json]:
-    """The panels that show something: all but rows."""
-    return [panel for panel in board["panels"] if panel["type"] != "row"]
+    """The panels that show something: all but rows, those in closed rows too."""
+    return [panel for panel in _items(board) if panel["type"] != "row"]
+
+
+def _items(board: Json) -> list[Json]:
+    """Rows, panels, and panels of closed rows."""
+    return [item for panel in board["panels"] for item in (panel, *panel.get("panels", ()))]
 
 
 def queries(board: Json) -> list[Query]:
@@ -99,7 +104,7 @@ def static_faults(board: Json, known_metrics: Collection[str]) -> list[str]:
     """What is wrong with the file itself."""
     return [
         *_id_faults(board),
-        *_grid_faults(board["panels"]),
+        *_grid_faults(_items(board)),
         *(fault for panel in panels(board) for fault in _panel_faults(panel)),
         *_variable_faults(board),
         *_metric_faults(board, known_metrics),
@@ -154,8 +159,8 @@ def _answer_faults(query: Query, series: Sequence[Series]) -> Iterator[str]:
 
 def _id_faults(board: Json) -> Iterator[str]:
     for what, values in (
-        ("id", [panel.get("id") for panel in board["panels"]]),
-        ("title", [panel.get("title") for panel in board["panels"]]),
+        ("id", [item.get("id") for item in _items(board)]),
+        ("title", [item.get("title") for item in _items(board)]),
     ):
         for value in values:
             if value is None or value == "":

@@ -30,6 +30,7 @@ def fake_info(
     max_context: int = 4096,
     vocab_size: int = 997,
     eos: tuple[int, ...] = (0,),
+    round_ms: tuple[tuple[int, float], ...] = (),
 ) -> ShardInfo:
     """Facts of a fake shard."""
     return ShardInfo(
@@ -41,6 +42,7 @@ def fake_info(
         weights_id="weights",
         numerics_id="numerics",
         quantization="none",
+        round_ms=round_ms,
     )
 
 
@@ -50,6 +52,8 @@ def fake_config(
     batch_tokens: int = 64,
     max_waiting: int = 256,
     max_steps_in_flight: int = 2,
+    tracks: int = 1,
+    decode_gap_ms: float = 50.0,
     prefix_cache: bool = True,
     progress_timeout_s: float = 10.0,
 ) -> EngineConfig:
@@ -60,6 +64,8 @@ def fake_config(
         batch_tokens=batch_tokens,
         max_waiting=max_waiting,
         max_steps_in_flight=max_steps_in_flight,
+        tracks=tracks,
+        decode_gap_ms=decode_gap_ms,
         prefix_cache=prefix_cache,
         progress_timeout_s=progress_timeout_s,
     )
@@ -107,7 +113,7 @@ def _no_break(step: Step) -> None:
 
 
 class FakeShard:
-    """fault: the message with which a lane fails, or None. on_step: called before a step is computed; may raise, or wait."""
+    """fault: the message with which a lane fails, or None. on_step: called before the rows of a step are computed; may raise, or wait."""
 
     def __init__(
         self,
@@ -128,6 +134,8 @@ class FakeShard:
         self._known: dict[int, _Known] = {}
         self._ever: set[int] = set()
         self._sampled: dict[TokenRef, int] = {}
+        self._track_of: dict[int, str] = {}
+        self._last_taken = -1
 
     def poison(self, block_ids: list[int]) -> None:
         """Overwrites blocks at the moment when they get a new holder, whatever steps are still to run."""
@@ -138,9 +146,11 @@ class FakeShard:
     def commit(self, commit: StepCommit) -> None:
         self.commits.append(commit)
 
-    def execute(self, step: Step) -> StepResult:
-        self.steps.append(step)
-        self.on_step(step)
+    def take_over(self, step: Step) -> None:
+        """The changes of a step, which on a device with two tracks may long precede its rows. Those taken over already are left."""
+        if step.step_id <= self._last_taken:
+            return
+        self._last_taken = step.step_id
         for seq_id in step.ends:
             self._known.pop(seq_id, None)
         for begin in step.begins:
@@ -154,6 +164,12 @@ class FakeShard:
             history = self._known[observed.seq_id].history
             self._require(observed.start == len(history), f"sequence {observed.seq_id}: observed with a gap")
             history += observed.token_ids
+
+    def execute(self, step: Step) -> StepResult:
+        self.steps.append(step)
+        self.take_over(step)
+        self.on_step(step)
+        self._track_of[step.step_id] = step.track
         sampled: dict[int, tuple[SampledToken, ...]] = {}
         failed: dict[int, str] = {}
         row = 0
@@ -165,6 +181,9 @@ class FakeShard:
             if message is not None:
                 failed[lane.seq_id] = message
                 continue
+            refs = [token for token in lane.tokens if isinstance(token, TokenRef)]
+            strays = [token for token in refs if self._track_of[token.step_id] != step.track]
+            self._require(not strays, f"step {step.step_id} reads tokens of another track: {strays}")
             tokens = self._run(lane)
             if tokens:
                 self._sampled[TokenRef(step.step_id, row - 1)] = tokens[0].token_id

@@ -56,6 +56,28 @@ def run_form(form: Form, x: Tensor, group: LinearGroup, dtype: torch.dtype) -> T
     return out
 
 
+def check_captured(form: Form, x_rot: Tensor, group: LinearGroup) -> None:
+    """Two calls in a CUDA graph, replayed again and again: no allocation, the bits of the eager call, counters at 0."""
+    module, rows = load_form(form), x_rot.shape[1]
+    scratch = allocate_scratch(module.scratch_size(group.in_features, group.widths, rows), x_rot.device)
+    out = x_rot.new_full((rows, group.out_features), torch.nan)
+    module.launch(x_rot, group, out, scratch)
+    eager = out.clone()
+    out.fill_(torch.nan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        before = torch.cuda.memory_allocated()
+        for _ in range(2):
+            module.launch(x_rot, group, out, scratch)
+        assert torch.cuda.memory_allocated() == before
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, eager)
+    assert not scratch.counters.any()
+
+
 def check_route(ids: Tensor, found: "Route") -> None:
     """Against a stable sort."""
     flat = ids.flatten().long()

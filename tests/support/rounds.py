@@ -4,12 +4,12 @@ import pickle
 from collections.abc import Sequence as Seq
 
 from espalier.replicas.cache.prefix import StateKind
-from espalier.replicas.config import EngineConfig
+from espalier.replicas.config import EngineConfig, resolved
 from espalier.replicas.request import Request, SamplingParams
 from espalier.replicas.schedule.limits import check_servable
 from espalier.replicas.schedule.scheduler import Scheduler
 from espalier.replicas.schedule.step import Step
-from espalier.replicas.schedule.tracks import Track
+from espalier.replicas.schedule.tracks import Track, make_tracks
 from espalier.replicas.sequence import Sequence, Status
 from espalier.replicas.stats import EngineStats
 from tests.support.fake_shard import FakeShard, PoisoningPool, solo_tokens
@@ -39,19 +39,14 @@ def make_request(
 class Rounds:
     """The engine's part without its thread: plans ahead, lets steps run as late as possible, ends sequences where a reply would.
 
-    Tracks take turns. Each step crosses a pickle on its way to the shard.
+    The first track with something to plan goes first. Each step crosses a pickle on its way to the shard.
     """
 
-    def __init__(
-        self, config: EngineConfig, shard: FakeShard, *, other_kinds: Seq[StateKind[int]] = (), num_tracks: int = 1
-    ) -> None:
+    def __init__(self, config: EngineConfig, shard: FakeShard, *, other_kinds: Seq[StateKind[int]] = ()) -> None:
         self.shard = shard
         self.stats = EngineStats()
         self.scheduler = Scheduler(config, shard.info, self.stats, pool=PoisoningPool(shard), other_kinds=other_kinds)
-        self.tracks = [
-            Track(name=f"track {index}", max_rows=config.batch_tokens, max_in_flight=config.max_steps_in_flight)
-            for index in range(num_tracks)
-        ]
+        self.tracks = make_tracks(resolved(config))
         self.flying: list[tuple[Track, Step]] = []
         self.sequences: dict[str, Sequence] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -80,11 +75,16 @@ class Rounds:
                 return step
         return None
 
-    def commit(self) -> Step | None:
-        """Runs the oldest step that was planned, and commits it."""
+    def commit(self, *, overtaking: bool = False) -> Step | None:
+        """Runs a step and commits it: the oldest that was planned or, when overtaking, the oldest of the track where that is youngest."""
         if not self.flying:
             return None
-        track, step = self.flying.pop(0)
+        oldest = {flight[0].name: flight for flight in reversed(self.flying)}
+        chosen = max(oldest.values(), key=lambda flight: flight[1].step_id) if overtaking else self.flying[0]
+        for _, earlier in self.flying[: self.flying.index(chosen)]:
+            self.shard.take_over(earlier)
+        self.flying.remove(chosen)
+        track, step = chosen
         self.num_in_flight[track.name] -= 1
         try:
             result = self.shard.execute(pickle.loads(pickle.dumps(step)))
@@ -107,12 +107,12 @@ class Rounds:
         self.scheduler.check()
         return step
 
-    def finish(self, *, max_rounds: int = 10_000) -> None:
+    def finish(self, *, max_rounds: int = 10_000, overtaking: bool = False) -> None:
         """Goes on until nothing is live; then everything must be back in the pool."""
         for _ in range(max_rounds):
             while self.plan():
                 pass
-            if self.commit() is None:
+            if self.commit(overtaking=overtaking) is None:
                 break
         assert all(sequence.status is Status.ENDED for sequence in self.sequences.values()), "no progress"
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0

@@ -21,7 +21,9 @@ from tests.support.sanitize_cases import CASES  # noqa: E402 (the checkout need 
 
 TOOLS = ("memcheck", "racecheck")
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
-FINDING = re.compile(r"========= (?:Error: |Warning: |Invalid |    and |    at )")
+REPORT = re.compile(r"========= (?:Error: |Warning: |Invalid )")
+FURTHER = re.compile(r"=========     (?:and |at )")  # lines of a report after its first
+VARIES = re.compile(r"\+0x[0-9a-f]+| \[\d+ hazards?\]")  # between reports of the same source lines
 MAX_LINES = 40
 TIMEOUT_S = 300
 
@@ -44,11 +46,23 @@ def check(tool: str, case: str) -> tuple[bool, str]:
     if summary is None:
         return True, f"not run: {' / '.join(run.stdout.strip().splitlines()[-3:])}"
     if int(summary[1]):
-        found = dict.fromkeys(line for line in run.stdout.splitlines() if FINDING.match(line))
-        return False, "\n".join([f"{summary[1]} found", *list(found)[:MAX_LINES]])
+        return False, "\n".join([f"{summary[1]} found", *findings(run.stdout)[:MAX_LINES]])
     if run.returncode:
         return False, f"clean, but the case itself failed:\n{run.stdout}"
     return True, "clean"
+
+
+def findings(output: str) -> list[str]:
+    """The lines of each report, and each line of a report, once for the source lines that it names."""
+    reports: list[dict[str, str]] = []
+    for line in output.splitlines():
+        if REPORT.match(line):
+            reports.append({})
+        elif not (reports and FURTHER.match(line)):
+            continue
+        reports[-1].setdefault(VARIES.sub("", line), line)
+    once = {tuple(report): list(report.values()) for report in reversed(reports)}
+    return [line for lines in reversed(once.values()) for line in lines]
 
 
 def main() -> int:

@@ -24,6 +24,9 @@ needs_triton = pytest.mark.skipif(
 _INSTRUCTION = re.compile(
     r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?)(?:;|\s[&?]|/\*)", re.MULTILINE
 )
+WAIT, RELEASE = "ACQBULK", "PREEXIT"  # griddepcontrol's two
+# How opcodes begin that touch memory which other launches see; LDC and LDS do not.
+READS, WRITES = ("LDG", "LD.", "UTMALDG", "UBLKCP"), ("STG", "ST.", "ATOM", "RED", "UTMASTG")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,13 @@ class MachineCode:
         inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
         start, end = max(inner, key=lambda loop: loop[1] - loop[0])
         return Counter(op.split(".")[0] for address, op, _ in self.instructions if start <= address <= end)
+
+    def before_wait(self) -> list[str]:
+        """Opcodes before the one wait of a dependent launch for the launch before it; there must be one release of its own dependents too."""
+        opcodes = [opcode for _, opcode, _ in self.instructions]
+        (wait,) = (i for i, opcode in enumerate(opcodes) if opcode.startswith(WAIT))
+        assert sum(opcode.startswith(RELEASE) for opcode in opcodes) == 1
+        return opcodes[:wait]
 
 
 def compile_kernel(

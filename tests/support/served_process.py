@@ -15,7 +15,7 @@ import yaml
 
 from tests.support.processes import engine_pids
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 
 

@@ -9,8 +9,8 @@
 {{- define "espalier.keyVolumes" -}}
 - name: api-keys-secret
   secret:
-    secretName: {{ .Values.auth.existingSecret }}
-    items: [{key: {{ .Values.auth.key }}, path: keys}]
+    secretName: {{ .Values.auth.existingSecret | quote }}
+    items: [{key: {{ .Values.auth.key | quote }}, path: keys}]
 - name: api-keys
   emptyDir: {medium: Memory}
 {{- end -}}

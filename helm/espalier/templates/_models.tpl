@@ -53,13 +53,18 @@ espalier-gateway
 {{- end -}}
 {{- end -}}
 
-{{/* Several models may lie on one claim: equal sources have equal volumes, of which a pod has one. Takes a model. */}}
+{{/* Several models may lie on one claim: equal sources have equal volumes, of which a pod has one. A claim whose name is none for a volume gets a
+     hash, so that claims that differ stay different. Takes a model. */}}
 {{- define "espalier.modelVolumeName" -}}
 {{- $mode := ternary "" "-rw" (dig "readOnly" true .source) -}}
 {{- if .source.hub -}}
 hub
 {{- else if .source.pvc -}}
-claim-{{ include "espalier.slug" .source.pvc.claim }}{{ $mode }}
+{{- $claim := .source.pvc.claim -}}
+{{- if or (contains "." $claim) (gt (len $claim) 50) -}}
+{{- $claim = printf "%s-%s" ($claim | replace "." "-" | trunc 40 | trimSuffix "-") ($claim | sha256sum | trunc 8) -}}
+{{- end -}}
+claim-{{ $claim }}{{ $mode }}
 {{- else -}}
 model-{{ include "espalier.slug" .name }}
 {{- end -}}
@@ -72,13 +77,13 @@ model-{{ include "espalier.slug" .name }}
 {{- $source := $model.source -}}
 - name: {{ include "espalier.modelVolumeName" $model }}
   {{- if $source.pvc }}
-  persistentVolumeClaim: {claimName: {{ $source.pvc.claim }}, readOnly: {{ dig "readOnly" true $source }}}
+  persistentVolumeClaim: {claimName: {{ $source.pvc.claim | quote }}, readOnly: {{ dig "readOnly" true $source }}}
   {{- else if $source.hostPath }}
-  hostPath: {path: {{ $source.hostPath }}, type: Directory}
+  hostPath: {path: {{ $source.hostPath | quote }}, type: Directory}
   {{- else if include "espalier.hubClaim" $root }}
-  persistentVolumeClaim: {claimName: {{ include "espalier.hubClaim" $root }}}
+  persistentVolumeClaim: {claimName: {{ include "espalier.hubClaim" $root | quote }}}
   {{- else if $root.Values.hub.storage.sizeLimit }}
-  emptyDir: {sizeLimit: {{ $root.Values.hub.storage.sizeLimit }}}
+  emptyDir: {sizeLimit: {{ $root.Values.hub.storage.sizeLimit | quote }}}
   {{- else }}
   emptyDir: {}
   {{- end }}
@@ -90,12 +95,12 @@ model-{{ include "espalier.slug" .name }}
 {{- $source := $model.source -}}
 - name: {{ include "espalier.modelVolumeName" $model }}
   {{- if $source.hub }}
-  mountPath: {{ include "espalier.modelFolder" $model }}
+  mountPath: {{ include "espalier.modelFolder" $model | quote }}
   # A folder for each revision, so that a shared claim may hold several.
-  subPath: {{ printf "%s/%s" (include "espalier.slug" $model.name) ($source.hub.revision | replace "/" "-") }}
+  subPath: {{ printf "%s/%s" (include "espalier.slug" $model.name) ($source.hub.revision | replace "/" "-") | quote }}
   readOnly: {{ not (index . 1) }}
   {{- else }}
-  mountPath: {{ $source.hostPath | default (dig "pvc" "mountPath" "" $source) }}
+  mountPath: {{ $source.hostPath | default (dig "pvc" "mountPath" "" $source) | quote }}
   readOnly: {{ dig "readOnly" true $source }}
   {{- end }}
 {{- end -}}
@@ -123,11 +128,11 @@ model-{{ include "espalier.slug" .name }}
   command:
   - hf
   - download
-  - {{ .repo }}
+  - {{ .repo | quote }}
   - --revision
   - {{ .revision | quote }}
   - --local-dir
-  - {{ include "espalier.modelFolder" $model }}
+  - {{ include "espalier.modelFolder" $model | quote }}
   {{- range ternary (append $text "*.safetensors") $text $.weights }}
   - --include
   - {{ . | quote }}
@@ -141,7 +146,7 @@ model-{{ include "espalier.slug" .name }}
   {{- if .token.existingSecret }}
   - name: HF_TOKEN
     valueFrom:
-      secretKeyRef: {name: {{ .token.existingSecret }}, key: {{ .token.key }}}
+      secretKeyRef: {name: {{ .token.existingSecret | quote }}, key: {{ .token.key | quote }}}
   {{- end }}
   {{- end }}
   {{- with $root.Values.extraEnvFrom }}

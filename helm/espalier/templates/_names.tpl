@@ -15,14 +15,20 @@
 {{- end -}}
 {{- end -}}
 
-{{/* `fullname-suffix`, at most 63 characters: services, claims, ConfigMaps. Takes (list root suffix). */}}
+{{/* `fullname-suffix`: services, claims, ConfigMaps. What is longer than 63 characters ends in a hash, so that names that differ stay different.
+     Takes (list root suffix). */}}
 {{- define "espalier.nameFor" -}}
-{{- printf "%s-%s" (include "espalier.fullname" (index . 0)) (index . 1) | trunc 63 | trimSuffix "-" -}}
+{{- $name := printf "%s-%s" (include "espalier.fullname" (index . 0)) (index . 1) -}}
+{{- if gt (len $name) 63 -}}
+{{- printf "%s-%s" ($name | trunc 54 | trimSuffix "-") ($name | sha256sum | trunc 8) -}}
+{{- else -}}
+{{- $name -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "espalier.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "espalier.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "espalier.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "espalier.labels" -}}
@@ -39,13 +45,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{/* Name, namespace, labels and annotations of an object.
      Takes (dict "root" $ "name" name "labels" map "annotations" map "namespace" text), all but root and name optional. */}}
 {{- define "espalier.metadata" -}}
-name: {{ .name }}
-namespace: {{ .namespace | default .root.Release.Namespace }}
+name: {{ .name | quote }}
+namespace: {{ .namespace | default .root.Release.Namespace | quote }}
 labels:
-  {{- include "espalier.labels" .root | nindent 2 }}
-  {{- with .labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- merge (dict) (.labels | default dict) (include "espalier.labels" .root | fromYaml) | toYaml | nindent 2 }}
 {{- with merge (dict) (.annotations | default dict) .root.Values.commonAnnotations }}
 annotations:
   {{- toYaml . | nindent 2 }}

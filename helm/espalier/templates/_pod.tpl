@@ -2,7 +2,7 @@
 
 {{/* Image and security context of every container of ours. */}}
 {{- define "espalier.containerBasics" -}}
-image: {{ include "espalier.image" . }}
+image: {{ include "espalier.image" . | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
   {{- toYaml .Values.containerSecurityContext | nindent 2 }}
@@ -37,13 +37,13 @@ securityContext:
 - name: home
   emptyDir: {}
 - name: shm
-  emptyDir: {medium: Memory, sizeLimit: {{ .size }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ .size | quote }}}
 - name: cache
   {{- with .root.Values.cache }}
   {{- if and $worker .existingClaim }}
-  persistentVolumeClaim: {claimName: {{ .existingClaim }}}
+  persistentVolumeClaim: {claimName: {{ .existingClaim | quote }}}
   {{- else if .sizeLimit }}
-  emptyDir: {sizeLimit: {{ .sizeLimit }}}
+  emptyDir: {sizeLimit: {{ .sizeLimit | quote }}}
   {{- else }}
   emptyDir: {}
   {{- end }}
@@ -55,7 +55,7 @@ securityContext:
 {{ include "espalier.selectorLabels" .root }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .model }}
-espalier.io/model: {{ . }}
+espalier.io/model: {{ . | quote }}
 {{- end }}
 {{- end -}}
 
@@ -90,7 +90,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "espalier.serviceAccountName" $root }}
+  serviceAccountName: {{ include "espalier.serviceAccountName" $root | quote }}
   automountServiceAccountToken: {{ .token | default false }}
   # A Service named espalier would otherwise set ESPALIER_* variables, which the server would take for options.
   enableServiceLinks: false
@@ -102,13 +102,13 @@ spec:
   {{- toYaml . | nindent 2 }}
   {{- end }}
   {{- with $group.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   {{- with $group.schedulerName }}
-  schedulerName: {{ . }}
+  schedulerName: {{ . | quote }}
   {{- end }}
   {{- with $group.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   {{- with $group.nodeSelector }}
   nodeSelector:
@@ -194,5 +194,9 @@ spec:
 {{- end -}}
 
 {{- define "espalier.gracePeriod" -}}
-{{- .Values.terminationGracePeriodSeconds | default (add (include "espalier.drainSeconds" . | int) 30) | int -}}
+{{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
+{{- add (include "espalier.drainSeconds" . | int) 30 -}}
+{{- else -}}
+{{- int .Values.terminationGracePeriodSeconds -}}
+{{- end -}}
 {{- end -}}

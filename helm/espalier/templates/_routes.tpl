@@ -8,7 +8,7 @@ metadata:
   {{- include "espalier.metadata" (dict "root" .root "name" .name "annotations" .values.annotations) | nindent 2 }}
 spec:
   {{- with .values.className }}
-  ingressClassName: {{ . }}
+  ingressClassName: {{ . | quote }}
   {{- end }}
   {{- with .values.tls }}
   tls:
@@ -23,7 +23,7 @@ spec:
         pathType: Prefix
         backend:
           service:
-            name: {{ $.name }}
+            name: {{ $.name | quote }}
             port: {name: {{ $.port }}}
   {{- end }}
 {{- end -}}

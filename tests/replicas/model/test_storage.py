@@ -8,7 +8,7 @@ import torch
 
 from espalier.kernels.rope.frequencies import RopeConfig
 from espalier.replicas.cache.storage import KVCache, kv_bytes_per_token, machine_memory_bytes, plan_memory
-from espalier.replicas.config import EngineConfig
+from espalier.replicas.config import EngineConfig, resolved
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.config import ModelConfig
 
@@ -29,7 +29,7 @@ MODEL = ModelConfig(
     quant=None,
     eos_token_ids=(),
 )
-CONFIG = EngineConfig(model_path=Path("m"), max_lanes=4)
+CONFIG = resolved(EngineConfig(model_path=Path("m"), max_lanes=4))
 GIB = 2**30
 
 
