@@ -219,8 +219,7 @@ def _describe(error: Exception) -> str:
 
 def quantization(checkpoint: Checkpoint) -> str:
     """For people: `exl3 4.0bpw`, or the dtype of plain weights."""
-    quant = checkpoint.config.quant
-    if quant is not None:
-        return "exl3" if quant.bits is None else f"exl3 {quant.bits:.2g}bpw"
-    first = checkpoint.spec.layers[0].down.key
+    quant, first = checkpoint.config.quant, checkpoint.spec.layers[0].down.key
+    if quant is not None or checkpoint.is_quantized(first):
+        return "exl3" if quant is None or quant.bits is None else f"exl3 {quant.bits:.2g}bpw"
     return checkpoint.entry(f"{first}.weight").dtype.lower()

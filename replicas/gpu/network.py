@@ -8,6 +8,7 @@ cache's type, attention's mix is fp32. Every kernel keeps a row's bits to itself
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from espalier.kernels.activation.silu_mul import silu_mul
@@ -176,7 +177,7 @@ def _linear(x: Tensor, group: Linears, out: Tensor, buffers: Activations, scratc
 def _heads(qkv: Tensor, widths: tuple[int, ...], config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as [rows, heads, head_dim]: views of the linears' padded outputs."""
     rows, size = qkv.shape[0], config.head_dim
-    parts = qkv.split(list(widths), dim=1)
+    parts = torch.split(qkv, list(widths), dim=1)
     counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     q, k, v = (part[:, : n * size].view(rows, n, size) for part, n in zip(parts, counts, strict=True))
     return q, k, v

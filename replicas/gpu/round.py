@@ -176,8 +176,8 @@ def round_scratch(device: DeviceClass, config: ModelConfig, shapes: RoundShapes,
 
 
 def _split_results(results: Tensor, samples: int) -> Drawn:
-    token_ids, status, logprob, top_ids, top_logprobs = results.split(
-        [samples, samples, samples, samples * MAX_TOP, samples * MAX_TOP]
+    token_ids, status, logprob, top_ids, top_logprobs = torch.split(
+        results, [samples, samples, samples, samples * MAX_TOP, samples * MAX_TOP]
     )
     return Drawn(
         token_ids=token_ids,

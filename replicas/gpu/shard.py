@@ -203,7 +203,7 @@ def _stream(device: torch.device, name: str) -> torch.cuda.Stream | None:
     """Decode rounds go first where both want the device."""
     if device.type != "cuda":
         return None
-    return torch.cuda.Stream(device, priority=0 if name == PROMPT else -1)
+    return torch.cuda.Stream(device, priority=0 if name == PROMPT else -1)  # type: ignore[no-untyped-call]
 
 
 def _memory(device: torch.device) -> tuple[int, int]:

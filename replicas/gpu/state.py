@@ -39,7 +39,7 @@ class SlotState:
         self._first_prompt_len = sizes[0]
         self._first_line = sizes[0] + sizes[1]
         self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        tables, self.prompt_lens, lines = self.words.split(list(sizes))
+        tables, self.prompt_lens, lines = torch.split(self.words, list(sizes))
         self.tables: Tensor = tables.view(num_slots, max_blocks)
         self.lines: Tensor = lines.view(num_slots, limits.width)
         self.seen = empty_history(num_slots, limits.vocab, device)
@@ -48,7 +48,8 @@ class SlotState:
         """(place, value) pairs that write entries first, first + 1, ... of a slot's table: int32 [n, 2]."""
         assert first + len(block_ids) <= self._max_blocks, "a table longer than the longest context"
         start = slot * self._max_blocks + first
-        return _pairs(np.arange(start, start + len(block_ids)), np.asarray(block_ids))
+        places = np.arange(start, start + len(block_ids), dtype=np.int32)
+        return _pairs(places, np.asarray(block_ids, dtype=np.int32))
 
     def begin_updates(self, slot: int, params: SamplingParams, prompt_len: int, eos_token_ids: Sequence[int]) -> Words:
         """(place, value) pairs that tell a slot's prompt length and how its tokens are drawn."""

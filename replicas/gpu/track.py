@@ -179,7 +179,7 @@ class Track:
             graph = self._prepared[shape].graph
             if graph is None or self._stream is None:
                 return ()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             with self._on_stream():
                 fields = self._prepared[shape].fields
                 self._buffers.inputs[: fields.num_words].copy_(torch.from_numpy(self._prepared[shape].padding))
@@ -258,8 +258,8 @@ class Track:
         return _Staging(
             inputs=torch.zeros(inputs.shape, dtype=inputs.dtype, pin_memory=pinned),
             results=torch.zeros(results.shape, dtype=results.dtype, pin_memory=pinned),
-            copied=torch.cuda.Event() if pinned else None,
-            done=torch.cuda.Event(blocking=True) if pinned else None,
+            copied=torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
+            done=torch.cuda.Event(blocking=True) if pinned else None,  # type: ignore[no-untyped-call]
         )
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
