@@ -7,4 +7,4 @@ PYTHON=${PYTHON:-python3}
 export PYTHONPATH=src
 if "$PYTHON" -c 'import xdist' 2>/dev/null; then set -- -n "${WORKERS:-4}" "$@"; fi
 exec "$PYTHON" -m pytest -m gpu --no-skips --continue-on-collection-errors -p no:cacheprovider -p no:benchmark \
-    tests/kernels tests/replicas/test_*_gpu.py "$@"
+    tests/kernels tests/replicas/test_*_gpu.py tests/replicas/gpu "$@"
