@@ -1,5 +1,6 @@
 """The bench on engines in this process: exact shards come out equal, and those that break exactness or leak are found out."""
 
+import abc
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -46,11 +47,11 @@ from tests.support.fake_shard import FakeShard, fake_config, fake_info, solo_tok
 INFO = fake_info(num_blocks=272, max_context=2048)
 
 
-class WrongShard(FakeShard):
+class WrongShard(FakeShard, abc.ABC):
     """Draws another token where `is_wrong` says so of a step and a lane of it."""
 
-    def is_wrong(self, step: Step, lane: Lane) -> bool:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def is_wrong(self, step: Step, lane: Lane) -> bool: ...
 
     def execute(self, step: Step) -> StepResult:
         result = super().execute(step)
