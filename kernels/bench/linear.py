@@ -9,7 +9,7 @@ from espalier.kernels.bench.registry import CUBLAS, OURS, BenchCase, Call, Input
 from espalier.kernels.device import device_class
 from espalier.kernels.exl3.codebook import Codebook
 from espalier.kernels.exl3.layout import RATES
-from espalier.kernels.linear.dispatch import choose_form, load_form
+from espalier.kernels.linear.dispatch import Form, choose_form, load_form, possible_forms
 from espalier.kernels.linear.exl3_linear import allocate_rotated, exl3_linear, linear_rotated, scratch_size
 from espalier.kernels.linear.group import LinearGroup, Run
 
@@ -17,8 +17,10 @@ SHAPES = ((5120, 17408), (17408, 5120), (5120, 12288), (6144, 5120))
 HEAD = (5120, 248320)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 PORTABLE = "portable"  # the form for any GPU from sm_80 on
+DECODED = "decoded"  # weights decoded once, where that may pay and dispatch takes another form
 _OTHER_RATE_ROWS = (1, 8, 64, 2048)
 _POWER_BOUND_ROWS = 256
+_DECODED_ROWS = 512
 
 
 def cases() -> list[BenchCase]:
@@ -73,10 +75,16 @@ def _linear(
     device = device_class(inputs.device)
     # As a card without wgmma would dispatch.
     form = choose_form(dataclasses.replace(device, capability=(8, 0)), rows, out_features)
-    portable_size = load_form(form).scratch_size(in_features, (out_features,), rows)
-    scratch = inputs.scratch(scratch_size(groups[0], rows) | portable_size)
+    forms = {PORTABLE: form}
+    chosen = choose_form(device, rows, out_features)
+    if rows >= _DECODED_ROWS and Form.PROMPT_DECODED in possible_forms(device) and chosen is not Form.PROMPT_DECODED:
+        forms[DECODED] = Form.PROMPT_DECODED
+    size = scratch_size(groups[0], rows)
+    for other in forms.values():
+        size |= load_form(other).scratch_size(in_features, (out_features,), rows)
+    scratch = inputs.scratch(size)
 
-    def portable(i: int) -> None:
+    def in_form(form: Form, i: int) -> None:
         x_rot = rotated.view(1, rows, in_features)
         rotate_input(x, groups[i].suh, out=x_rot)
         linear_rotated(x_rot, groups[i], scratch, out, form)
@@ -84,7 +92,7 @@ def _linear(
     return Workload(
         {
             OURS: Call(lambda i: exl3_linear(x, groups[i], scratch, out=out, rotated=rotated), copies),
-            PORTABLE: Call(portable, copies),
+            **{name: Call(functools.partial(in_form, form), copies) for name, form in forms.items()},
             CUBLAS: Call(lambda i: torch.mm(x, dense[i], out=out), dense_copies),
         },
         num_bytes=packed,

@@ -22,14 +22,17 @@ class Form(enum.StrEnum):
     ROWS_WGMMA = "rows_wgmma"  # Gluon, wgmma (Hopper): up to a block of 128 rows
     PROMPT_MMA = "prompt_mma"  # Gluon, mma.sync: many rows
     PROMPT_WGMMA = "prompt_wgmma"  # Gluon, wgmma (Hopper): many rows
+    PROMPT_DECODED = "prompt_decoded"  # Gluon, wgmma (Hopper): so many rows that weights are decoded once, into scratch
 
 
-# (rows up to and with which it is the fastest, form); the prompt form serves the rest.
+# The last row count that is not worth decoded weights; no call has so many as long as that is not measured.
+_LAST_IN_REGISTERS = 1 << 30
+# (rows up to and with which it is the fastest, form); the form for the most rows serves the rest.
 _PORTABLE = ((64, Form.ROWS_MMA),)
-_ON_HOPPER = ((16, Form.ROWS_MMA), (128, Form.ROWS_WGMMA))
+_ON_HOPPER = ((16, Form.ROWS_MMA), (128, Form.ROWS_WGMMA), (_LAST_IN_REGISTERS, Form.PROMPT_WGMMA))
 # From so many output columns on, 128 rows already fill the SMs with prompt tiles.
 _WIDE = 16384
-_ON_HOPPER_WIDE = ((16, Form.ROWS_MMA), (64, Form.ROWS_WGMMA))
+_ON_HOPPER_WIDE = ((16, Form.ROWS_MMA), (64, Form.ROWS_WGMMA), (_LAST_IN_REGISTERS, Form.PROMPT_WGMMA))
 
 
 def thresholds(device: DeviceClass, out_features: int) -> tuple[tuple[int, Form], ...]:
@@ -48,7 +51,7 @@ def choose_form(device: DeviceClass, rows: int, out_features: int) -> Form:
             return form
     if not device.gluon:
         return Form.PLAIN
-    return Form.PROMPT_WGMMA if device.capability == HOPPER else Form.PROMPT_MMA
+    return Form.PROMPT_DECODED if device.capability == HOPPER else Form.PROMPT_MMA
 
 
 def possible_forms(device: DeviceClass) -> tuple[Form, ...]:
@@ -56,7 +59,9 @@ def possible_forms(device: DeviceClass) -> tuple[Form, ...]:
     if not device.gluon:
         return (Form.PLAIN,) if device.triton else ()
     portable = (Form.PLAIN, Form.ROWS_MMA, Form.PROMPT_MMA)
-    return (*portable, Form.ROWS_WGMMA, Form.PROMPT_WGMMA) if device.capability == HOPPER else portable
+    if device.capability != HOPPER:
+        return portable
+    return (*portable, Form.ROWS_WGMMA, Form.PROMPT_WGMMA, Form.PROMPT_DECODED)
 
 
 def load_form(form: Form) -> ModuleType:

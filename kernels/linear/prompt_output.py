@@ -12,8 +12,8 @@ _TOTALS: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
 
 
 @gluon.jit
-def _stage_in_registers(v, BIT: gl.constexpr):
-    # one stage of the butterfly over the columns of [tokens, 128]
+def stage_in_registers(v, BIT: gl.constexpr):
+    """One stage of the butterfly over the columns of [tokens, 128]; column bit BIT lies in registers."""
     TOKENS: gl.constexpr = v.shape[0]
     HALF: gl.constexpr = 1 << BIT
     low, high = v.reshape([TOKENS, 64 // HALF, 2, HALF]).permute((0, 1, 3, 2)).split()
@@ -21,11 +21,11 @@ def _stage_in_registers(v, BIT: gl.constexpr):
 
 
 @gluon.jit
-def _stage_in_lanes(v, n, BIT: gl.constexpr):
-    # n: columns; bit BIT of theirs is bit BIT - 2 of the lane
-    if BIT == 2:
+def stage_in_lanes(v, n, BIT: gl.constexpr, LANE_BIT: gl.constexpr):
+    """The same; n: columns, whose bit BIT is bit LANE_BIT of the lane."""
+    if LANE_BIT == 0:
         other = _of_lane(v, "1")
-    elif BIT == 3:
+    elif LANE_BIT == 1:
         other = _of_lane(v, "2")
     else:
         other = _of_lane(v, "4")
@@ -55,9 +55,9 @@ def store_tokens(totals, svh, bias, out, row, T, out_stride, TOKENS: gl.constexp
     n = gl.arange(0, 128, gl.SliceLayout(0, R))
     for chunk in range(gl.cdiv(gl.minimum(T - row, TOKENS), CHUNK)):
         v = chunks.index(chunk).load(R)
-        v = gl.convert_layout(_stage_in_registers(_stage_in_registers(v, 0), 1), R, assert_trivial=True)
-        v = _stage_in_lanes(_stage_in_lanes(_stage_in_lanes(v, n, 2), n, 3), n, 4)
-        v = gl.convert_layout(_stage_in_registers(_stage_in_registers(v, 5), 6), R, assert_trivial=True)
+        v = gl.convert_layout(stage_in_registers(stage_in_registers(v, 0), 1), R, assert_trivial=True)
+        v = stage_in_lanes(stage_in_lanes(stage_in_lanes(v, n, 2, 0), n, 3, 1), n, 4, 2)
+        v = gl.convert_layout(stage_in_registers(stage_in_registers(v, 5), 6), R, assert_trivial=True)
         v = v * 0.088388347648 * gl.load(svh + n).to(gl.float32)[None, :]
         if bias is not None:
             v = v + gl.load(bias + n)[None, :]

@@ -5,6 +5,7 @@ A tile is 128 output columns x some tokens. `deal` decides; the kernel's `segmen
 programs share are kept apart and added left to right. Prices: benchmarks/notes/exl3-linear-prompts.md.
 """
 
+import functools
 from dataclasses import dataclass
 
 MAX_PROGRAMS = 132  # that share tiles, at most: bounds the scratch
@@ -65,6 +66,19 @@ def choose_tokens(rows: int, column_blocks: int, in_features: int, programs: int
         return 128
     wide_tiles, narrow_tiles = (-(-rows // tokens) * column_blocks for tokens in (256, 128))
     return 128 if rows > 256 and wide_tiles < programs <= narrow_tiles and in_features <= 8192 else 256
+
+
+@functools.cache
+def choose_span(column_blocks: int, token_blocks: int, most_blocks: int, programs: int) -> int:
+    """Column blocks that are decoded at a time, at most `most_blocks`: all at once if they may, else as many as fill rounds of programs best."""
+    if column_blocks <= most_blocks:
+        return column_blocks
+
+    def filled(blocks: int) -> float:
+        tiles = blocks * token_blocks
+        return tiles / (-(-tiles // programs) * programs)
+
+    return max(range(1, most_blocks + 1), key=lambda blocks: (filled(blocks), blocks))
 
 
 def member_ends(widths: tuple[int, ...], first_column: int) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """The roles of the Hopper prompt kernel: a producer warp that feeds tiles of x by TMA, two consumer warpgroups that decode and multiply.
 
-A consumer owns 64 of the tile's 128 columns and decodes their weights in registers; the next step's `wgmma` is issued before the last one
-is waited for, so that decoding never empties the tensor cores. The accumulators take what registers there are: running totals lie in
-shared memory, where each thread reads and writes its own words only, and at a tile's end the same memory turns the sums round for the
-rotation of 128 columns. `prompt_wgmma.py` launches, `prompt_wgmma_work.py` says which program does what.
+A consumer owns 64 of the tile's 128 columns and decodes their weights in registers, two steps a turn: the odd step's while the even step's
+`wgmma` runs, and both consumers at their own pace, so that decoding does not empty the tensor cores. The accumulators take what registers there
+are: running totals lie in shared memory, where each thread reads and writes its own words only, and at a tile's end the same memory turns
+the sums round for the rotation of 128 columns. `prompt_wgmma.py` launches, `prompt_wgmma_work.py` says which program does what.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803, N806 (compile-time constants of kernels are in capitals, as Triton's own are)
@@ -15,6 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from espalier.kernels.exl3.decode import JOIN_IMAD, decode_words, load_words
 from espalier.kernels.linear.places import member_of
 from espalier.kernels.linear.prompt_output import store_tokens
+from espalier.kernels.linear.prompt_sums import (
+    accumulator_layout,
+    from_private,
+    private_layout,
+    private_offsets,
+    sum_apart,
+    to_private,
+)
 from espalier.kernels.linear.prompt_wgmma_work import first_step, owner, segment, segments
 
 _WARPS: gl.constexpr = gl.constexpr(4)  # of a consumer
@@ -42,47 +50,14 @@ def producer(
             step += 1
 
 
-# ---- a thread's accumulators in groups of four neighbours, [BT/8, 128, 4]: no value leaves its thread ----
-
-
-@gluon.constexpr_function
-def _private_layout(groups):
-    return gl.BlockedLayout([groups, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
-
-
-@gluon.constexpr_function
-def _accumulator_layout(tokens):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tokens, 16])
-
-
-@gluon.jit
-def _to_private(acc):
-    BT: gl.constexpr = acc.shape[1]
-    v = acc.reshape([4, 2, 8, BT // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([BT // 8, 128, 4])
-    return gl.convert_layout(v, _private_layout(BT // 8))
-
-
-@gluon.jit
-def _from_private(v):
-    BT: gl.constexpr = v.shape[0] * 8
-    acc = v.reshape([BT // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([64, BT])
-    return gl.convert_layout(acc, _accumulator_layout(BT))
-
-
-@gluon.jit
-def _private_offsets(GROUPS: gl.constexpr):
-    P: gl.constexpr = _private_layout(GROUPS)
-    group = gl.arange(0, GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, P)))
-    thread = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, P)))
-    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, P)))
-    return (group * 512)[:, None, None] + (thread * 4)[None, :, None] + i[None, None, :]
+# ---- running totals in shared memory; the accumulators are in the form of prompt_sums.py ----
 
 
 @gluon.jit
 def _quarters(v):
     # [4 n, 128, 4] -> four of [n, 128, 4]; registers keep their places
     N: gl.constexpr = v.shape[0] // 4
-    Q: gl.constexpr = _private_layout(N)
+    Q: gl.constexpr = private_layout(N)
     a, b = v.reshape([2, 2, N, 128, 4]).permute((2, 3, 4, 1, 0)).split()
     q0, q1 = a.split()
     q2, q3 = b.split()
@@ -100,39 +75,27 @@ def _of_quarters(q0, q1, q2, q3):
 def _add_total(acc, mine):
     # accumulators + the running total in shared memory
     N: gl.constexpr = acc.shape[1] // 32
-    Q: gl.constexpr = _private_layout(N)
-    q0, q1, q2, q3 = _quarters(_to_private(acc))
+    Q: gl.constexpr = private_layout(N)
+    q0, q1, q2, q3 = _quarters(to_private(acc))
     q0 += mine.slice(0, N, dim=0).load(Q)
     q1 += mine.slice(N, N, dim=0).load(Q)
     q2 += mine.slice(2 * N, N, dim=0).load(Q)
     q3 += mine.slice(3 * N, N, dim=0).load(Q)
-    return _from_private(_of_quarters(q0, q1, q2, q3))
+    return from_private(_of_quarters(q0, q1, q2, q3))
 
 
 @gluon.jit
 def _keep_total(acc, mine, IS_FIRST: gl.constexpr):
     # a split's sum becomes the running total, or is added to it, a quarter at a time
     N: gl.constexpr = acc.shape[1] // 32
-    Q: gl.constexpr = _private_layout(N)
-    q = _quarters(_to_private(acc))
+    Q: gl.constexpr = private_layout(N)
+    q = _quarters(to_private(acc))
     for part in gl.static_range(_PARTS):
         place = mine.slice(part * N, N, dim=0)
         v = q[part]
         if not IS_FIRST:
             v += place.load(Q)
         place.store(v)
-
-
-@gluon.jit
-def _sum_apart(base, unit, units, dealers, SPLITS: gl.constexpr, SLOT: gl.constexpr, BT: gl.constexpr):
-    # the total of a shared tile whose first split is `unit`: left to right, whoever left the sums; past the L1
-    place = base + _private_offsets(BT // 8)
-    first = owner(unit, units, dealers)
-    total = gl.load(place + first.to(gl.int64) * (SPLITS * SLOT), cache_modifier=".cg")
-    for split in range((first + 1) * units // dealers - unit, SPLITS):
-        at = owner(unit + split, units, dealers) * SPLITS + split
-        total += gl.load(place + at.to(gl.int64) * SLOT, cache_modifier=".cg")
-    return _from_private(total)
 
 
 @gluon.jit
@@ -150,7 +113,7 @@ def consumer(
     SPLITS: gl.constexpr, RATE2: gl.constexpr, CODEBOOK: gl.constexpr,
 ):  # fmt: skip
     """WG: which half of the columns. totals: fp32 [BT, 128]. finished: int32 [1]. Everything else as the kernel has it."""
-    ACC: gl.constexpr = _accumulator_layout(BT)
+    ACC: gl.constexpr = accumulator_layout(BT)
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     F: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     PRIVATE: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [2, 1, 0])
@@ -168,33 +131,40 @@ def consumer(
         tile = column_block * 8 + WG * _WARPS
         k = first_step(first, blocks, SPLITS)
         end = first_step(last, blocks, SPLITS) - 1
-        w = decode_words(load_words(words, tile, k, ROW, RATE2, _WARPS, _WARPS), A, _WARPS, RATE2, CODEBOOK, JOIN_IMAD)
-        before = w
+        even = decode_words(
+            load_words(words, tile, k, ROW, RATE2, _WARPS, _WARPS), A, _WARPS, RATE2, CODEBOOK, JOIN_IMAD
+        )
         k = gl.minimum(k + 1, end)
         packed = load_words(words, tile, k, ROW, RATE2, _WARPS, _WARPS)
         acc = gl.zeros([_COLUMNS, BT], gl.float32, ACC)
         for split in range(first, last):
             acc = gl.zeros([_COLUMNS, BT], gl.float32, ACC)
-            # At least one, and the compiler must know it: else it lets no wgmma overlap another.
-            for s in range(gl.maximum(first_step(split + 1, blocks, SPLITS) - first_step(split, blocks, SPLITS), 1)):
+            steps = first_step(split + 1, blocks, SPLITS) - first_step(split, blocks, SPLITS)
+            # A `wgmma` reads its weights' registers until it is waited for: what is decoded meanwhile has its own, and nothing moves from one
+            # turn to the next on its way (as it would, if a step's weights became "the last step's").
+            # At least one turn, and the compiler must know it: else it lets no wgmma overlap another.
+            for _ in range(gl.maximum(steps // 2, 1)):
                 stage = step % STAGES
                 mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                acc = warpgroup_mma(w, stages.index(stage).permute((1, 0)), acc, is_async=True)
-                acc, before = warpgroup_mma_wait(1, deps=[acc, before])
-                gl.thread_barrier()  # all warps are done with the stage of the step before
-                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=s > 0)
-                following = decode_words(packed, A, _WARPS, RATE2, CODEBOOK, JOIN_IMAD)
-                # Past the end the last words are read again: a load without a branch or a mask.
+                acc = warpgroup_mma(even, stages.index(stage).permute((1, 0)), acc, is_async=True)
+                odd = decode_words(packed, A, _WARPS, RATE2, CODEBOOK, JOIN_IMAD)
                 k = gl.minimum(k + 1, end)
                 packed = load_words(words, tile, k, ROW, RATE2, _WARPS, _WARPS)
-                before = w
-                w = following
-                step += 1
-            acc, w, before = warpgroup_mma_wait(0, deps=[acc, w, before])
-            gl.thread_barrier()
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+                after = (step + 1) % STAGES
+                mbarrier.wait(ready.index(after), ((step + 1) // STAGES) & 1)
+                acc = warpgroup_mma(odd, stages.index(after).permute((1, 0)), acc, is_async=True)
+                acc, even = warpgroup_mma_wait(1, deps=[acc, even])
+                gl.thread_barrier()
+                mbarrier.arrive(free.index(stage), count=1)
+                even = decode_words(packed, A, _WARPS, RATE2, CODEBOOK, JOIN_IMAD)
+                k = gl.minimum(k + 1, end)
+                packed = load_words(words, tile, k, ROW, RATE2, _WARPS, _WARPS)
+                acc, odd = warpgroup_mma_wait(0, deps=[acc, odd])
+                gl.thread_barrier()
+                mbarrier.arrive(free.index(after), count=1)
+                step += 2
             if first > 0:  # an earlier program has the tile's head: every later sum is kept apart
-                gl.store(slot + split * SLOT + _private_offsets(BT // 8), _to_private(acc))
+                gl.store(slot + split * SLOT + private_offsets(BT // 8), to_private(acc))
             elif split == 0:
                 if SPLITS > 1:
                     _keep_total(acc, mine, True)
@@ -206,10 +176,10 @@ def consumer(
             done = 1
         else:
             if first == 0:
-                Q: gl.constexpr = _private_layout(BT // 32)
+                Q: gl.constexpr = private_layout(BT // 32)
                 for part in gl.static_range(_PARTS):
                     v = mine.slice(part * (BT // 32), BT // 32, dim=0).load(Q)
-                    gl.store(slot + part * (BT // 32) * 512 + _private_offsets(BT // 32), v)
+                    gl.store(slot + part * (BT // 32) * 512 + private_offsets(BT // 32), v)
             _meet(pair, meetings)  # both halves of the columns are stored
             unit = shared * SPLITS
             if WG == 0:
@@ -220,7 +190,7 @@ def consumer(
             meetings += 2
             done = gl.max(finished.load(F), 0)
             if done != 0:
-                acc = _sum_apart(left, unit, units, dealers, SPLITS, SLOT, BT)
+                acc = sum_apart(left, unit, units, dealers, SPLITS, SLOT, BT)
                 if WG == 0:
                     gl.atomic_xchg(counters + shared, 0, sem="relaxed")
         _meet(pair, meetings)  # nobody reads a total any more

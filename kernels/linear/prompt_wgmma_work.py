@@ -19,7 +19,7 @@ def first_step(split, blocks, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def segments(T, whole, dealers, NB: gl.constexpr, BT: gl.constexpr, SPLITS: gl.constexpr):
+def segments(T, whole, dealers, NB, BT: gl.constexpr, SPLITS: gl.constexpr):
     """How many segments this program has. T: rows. whole, dealers: see `Deal`. NB: column blocks. BT: tokens of a tile."""
     program = gl.program_id(0)
     count = gl.maximum(whole - program + gl.num_programs(0) - 1, 0) // gl.num_programs(0)
@@ -30,7 +30,7 @@ def segments(T, whole, dealers, NB: gl.constexpr, BT: gl.constexpr, SPLITS: gl.c
 
 
 @gluon.jit
-def segment(i, T, whole, dealers, NB: gl.constexpr, BT: gl.constexpr, SPLITS: gl.constexpr):
+def segment(i, T, whole, dealers, NB, BT: gl.constexpr, SPLITS: gl.constexpr):
     """This program's segment i: (column block, token block, first split, split after the last, tile among the shared, shared splits)."""
     program = gl.program_id(0)
     token_blocks = gl.cdiv(T, BT)

@@ -30,7 +30,7 @@ def test_every_device_gets_a_form_it_can_run(rows: int, out_features: int) -> No
 
 
 def test_wgmma_is_for_hopper() -> None:
-    assert {Form.ROWS_WGMMA, Form.PROMPT_WGMMA} <= set(possible_forms(HOPPER))
+    assert {Form.ROWS_WGMMA, Form.PROMPT_WGMMA, Form.PROMPT_DECODED} <= set(possible_forms(HOPPER))
     for device in (AMPERE, BLACKWELL):
         assert possible_forms(device) == (Form.PLAIN, Form.ROWS_MMA, Form.PROMPT_MMA)
     assert possible_forms(CPU) == ()

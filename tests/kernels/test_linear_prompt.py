@@ -4,17 +4,21 @@ import types
 from collections import Counter
 
 import pytest
+import torch
 
+from espalier.kernels.exl3.codebook import Codebook
+from espalier.kernels.linear.group import LinearGroup, Run
 from espalier.kernels.linear.prompt_schedule import (
     Deal,
     Segment,
+    choose_span,
     choose_tokens,
     deal,
     member_ends,
     owner,
     segments_of,
 )
-from espalier.kernels.linear.splits import split_borders
+from espalier.kernels.linear.splits import num_splits, split_borders
 from tests.support.sass import compile_kernel, needs_triton
 
 SCHEDULES = [
@@ -89,7 +93,8 @@ class PythonLanguage(types.SimpleNamespace):
 
 
 @needs_triton
-def test_the_kernel_follows_the_schedule() -> None:
+@pytest.mark.parametrize("tokens", [192, 256])
+def test_the_kernel_follows_the_schedule(tokens: int) -> None:
     from espalier.kernels.linear import prompt_wgmma_work as work
 
     def python(function: object, language: PythonLanguage) -> types.FunctionType:
@@ -97,17 +102,17 @@ def test_the_kernel_follows_the_schedule() -> None:
         return types.FunctionType(code, {"gl": language, "GROUP": work.GROUP.value})
 
     for rows, blocks, splits, programs in SCHEDULES:
-        tiles = tiles_of(rows, blocks)
+        tiles = -(-rows // tokens) * blocks
         schedule = deal(tiles, splits, programs)
         where = set()
         for program in {0, 1, schedule.programs // 2, schedule.programs - 1} & set(range(schedule.programs)):
             language = PythonLanguage(program, schedule.programs)
-            shape = (rows, schedule.whole, schedule.dealers, blocks, 256, splits)
+            shape = (rows, schedule.whole, schedule.dealers, blocks, tokens, splits)
             expected = segments_of(program, tiles, splits, schedule)
             assert python(work.segments, language)(*shape) == len(expected)
             for i, segment in enumerate(expected):
                 column_block, token_block, first, last, shared, units = python(work.segment, language)(i, *shape)
-                assert 0 <= column_block < blocks and 0 <= token_block * 256 < rows
+                assert 0 <= column_block < blocks and 0 <= token_block * tokens < rows
                 assert (first, last) == (segment.first, segment.last)
                 if segment.tile >= schedule.whole:
                     assert (shared, units) == (segment.tile - schedule.whole, (tiles - schedule.whole) * splits)
@@ -137,6 +142,38 @@ def test_tile_width() -> None:
     assert [choose_tokens(rows, 136, 5120, 132) for rows in (1, 128, 129, 512, 8192)] == [128, 128, 256, 256, 256]
     assert [choose_tokens(rows, 40, 6144, 132) for rows in (128, 256, 512, 1024)] == [128, 256, 128, 256]
     assert choose_tokens(512, 40, 17408, 132) == 256
+
+
+def test_a_span_fills_rounds() -> None:
+    assert choose_span(40, 11, 42, 132) == 40  # all at once
+    assert choose_span(136, 11, 51, 132) == 48  # four rounds
+    assert choose_span(40, 11, 15, 132) == 12
+    assert choose_span(136, 43, 1, 132) == 1
+    for blocks, token_blocks, most in ((136, 43, 51), (1940, 11, 51), (40, 43, 15)):
+        assert 1 <= choose_span(blocks, token_blocks, most, 132) <= most
+
+
+@needs_triton
+def test_spans_cover_the_columns_and_fit_the_scratch() -> None:
+    from espalier.kernels.linear import prompt_decoded
+
+    runs = tuple(
+        Run(first, columns, 4.0, Codebook.MUL1, torch.empty(0)) for first, columns in ((0, 17408), (17408, 128))
+    )
+    nothing = torch.empty(0)
+    for in_features in (640, 5120, 17408, 1 << 20):
+        group = LinearGroup(in_features, (17408, 128), runs, nothing, nothing, None)
+        size = prompt_decoded.scratch_size(in_features, group.widths, 2048)
+        for rows in (1, 2048, 8192):
+            found = prompt_decoded.spans(group, rows, 132)
+            columns = [
+                span.run.first_column // 128 + block
+                for span in found
+                for block in range(span.first_block, span.first_block + span.blocks)
+            ]
+            assert columns == list(range(137))
+            sums = 132 * num_splits(in_features) * 128 * 192
+            assert all(2 * (size.partials - sums) >= span.blocks * 128 * in_features for span in found)
 
 
 def test_member_ends_are_counted_from_the_run() -> None:
@@ -188,6 +225,52 @@ def test_hopper_form_overlaps_and_does_not_spill(tokens: int, rate2: int) -> Non
     products = sum(opcode.startswith("HGMMA") for opcode in opcodes)
     # Where the assembler cannot prove accumulators safe it waits for every single product, and nothing overlaps.
     assert 0 < opcodes.count("WARPGROUP.DEPBAR.LE") <= products // 2
+    assert not code.overwritten_operands()
+
+
+@needs_triton
+@pytest.mark.parametrize("out", ["*fp16", "*fp32"])
+def test_form_on_decoded_weights_overlaps_and_does_not_spill(out: str) -> None:
+    from triton.experimental.gluon import language as gl
+
+    from espalier.kernels.linear import prompt_decoded
+
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    boxes = {name: f"tensordesc<fp16[{rows}, 64],{layout!r}>" for name, rows in (("x", 64), ("weights", 128))}
+    pointers = {"svh": "*fp16", "bias": "*fp32", "out": out, "partials": "*fp32", "counters": "*i32"}
+    integers = ("T", "out_stride", "blocks", "whole", "dealers", "first_block", "NB")
+    code = compile_kernel(
+        prompt_decoded.prompt_decoded,
+        boxes | pointers | dict.fromkeys(integers, "i32"),
+        {"ENDS": (8, 16), "STAGES": prompt_decoded.STAGES, "SPLITS": 8},
+        capability=90,
+        num_warps=prompt_decoded.NUM_WARPS,
+        enable_fp_fusion=False,
+    )
+    assert code.stack == 0
+    opcodes = [opcode for _, opcode, _ in code.instructions]
+    # Three consumers, each with four products in its loop; a wait in the loop and one behind it.
+    assert sum(opcode.startswith("HGMMA") for opcode in opcodes) == 12
+    assert opcodes.count("WARPGROUP.DEPBAR.LE") == 6
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "rate2", [8, *(pytest.param(rate2, marks=pytest.mark.sweep) for rate2 in (2, 3, 4, 5, 6, 7, 10, 12, 14, 16))]
+)
+def test_decoding_does_not_spill_and_stores_wide(rate2: int) -> None:
+    from espalier.kernels.linear import decode_weights
+
+    code = compile_kernel(
+        decode_weights.decode_weights,
+        {"words": "*i32", "weights": "*fp16", "first_block": "i32", "blocks": "i32"},
+        {"ROW": 5120 * rate2, "STEPS": 2, "RATE2": rate2, "CODEBOOK": 2},
+        capability=90,
+        num_warps=decode_weights.NUM_WARPS,
+    )
+    assert code.stack == 0
+    stores = [opcode for _, opcode, _ in code.instructions if opcode.startswith("STG")]
+    assert stores and all(opcode == "STG.E.128" for opcode in stores)
 
 
 @needs_triton

@@ -23,7 +23,7 @@ ROWS = (1, 17, 127, 128, 129, 191, 193, 255, 256, 257, 1000, 2048)
 ONE = ((640, 4.0, Codebook.MUL1),)
 MIXED = ((256, 4.0, Codebook.MUL1), (128, 3.0, Codebook.MCG), (384, 3.0, Codebook.MCG), (256, 3.5, Codebook.MUL1))
 Members = tuple[tuple[int, float, Codebook], ...]
-# Form, tokens of a tile, programs side by side (Hopper form) or stages (portable form).
+# Form; tokens of a tile, or column blocks decoded at a time; programs side by side (Hopper forms) or stages (portable form).
 Cut = tuple[str, int, int]
 
 
@@ -35,6 +35,8 @@ def cuts() -> Iterable[Cut]:
         for tokens in (128, 256):
             yield "wgmma", tokens, 132
             yield "wgmma", tokens, 7
+        yield "decoded", 64, 132
+        yield "decoded", 2, 7
 
 
 @functools.cache
@@ -64,12 +66,19 @@ def run(cut: Cut, x: Tensor, group: LinearGroup, dtype: torch.dtype) -> Tensor:
         for part in group.runs:
             prompt_mma.launch_run(x, group, part, out, prompt_mma.MmaShape(tokens, number))
         return out
-    from espalier.kernels.linear import prompt_wgmma
+    from espalier.kernels.linear import prompt_decoded, prompt_wgmma
 
-    scratch = allocate_scratch(prompt_wgmma.scratch_size(group.in_features, group.widths, x.shape[1]), x.device)
+    module = prompt_wgmma if form == "wgmma" else prompt_decoded
+    scratch = allocate_scratch(module.scratch_size(group.in_features, group.widths, x.shape[1]), x.device)
     scratch.partials.fill_(torch.nan)
     for part in group.runs:
-        prompt_wgmma.launch_run(x, group, part, out, scratch, tokens, number)
+        if form == "wgmma":
+            prompt_wgmma.launch_run(x, group, part, out, scratch, tokens, number)
+            continue
+        blocks = part.columns // 128
+        for first in range(0, blocks, tokens):
+            span = prompt_decoded.Span(part, first, min(tokens, blocks - first))
+            prompt_decoded.launch_span(x, group, span, out, scratch, number)
     assert not scratch.counters.any()
     return out
 
@@ -105,7 +114,7 @@ def test_every_rate_and_codebook(rate: float, codebook: Codebook) -> None:
         return
     group, x = group_of(640, ((640, rate, codebook),)), rotated(640, 1, 200)
     expected = by_rows(x, group, torch.float32)
-    for cut in (("mma", 64, 3), ("wgmma", 256, 132)):
+    for cut in (("mma", 64, 3), ("wgmma", 256, 132), ("decoded", 64, 132)):
         if cut in cuts():
             assert torch.equal(run(cut, x, group, torch.float32), expected), cut
 
@@ -126,7 +135,7 @@ def test_8192_rows() -> None:
         assert torch.equal(run(cut, x, group, torch.float16), expected), cut
 
 
-@pytest.mark.parametrize("form", [Form.PROMPT_MMA, Form.PROMPT_WGMMA])
+@pytest.mark.parametrize("form", [Form.PROMPT_MMA, Form.PROMPT_WGMMA, Form.PROMPT_DECODED])
 @pytest.mark.parametrize("rows", [130, 300])
 def test_captured_equals_eager_and_allocates_nothing(form: Form, rows: int) -> None:
     if form not in possible_forms(device_class(torch.device("cuda"))):
@@ -135,10 +144,15 @@ def test_captured_equals_eager_and_allocates_nothing(form: Form, rows: int) -> N
     check_captured(form, x, group)
 
 
-def test_two_streams_at_once() -> None:
+@pytest.mark.parametrize("form", [None, Form.PROMPT_DECODED])
+def test_two_streams_at_once(form: Form | None) -> None:
+    """form: None for the one that dispatch chooses."""
+    device = device_class(torch.device("cuda"))
+    if form is not None and form not in possible_forms(device):
+        pytest.skip(f"{form} does not run on this device")
     group = group_of(4224, ONE)
     inputs = [rotated(4224, 1, 2048)[:, :rows].contiguous() for rows in (256, 700)]
-    module = load_form(choose_form(device_class(torch.device("cuda")), 700, group.out_features))
+    module = load_form(form or choose_form(device, 700, group.out_features))
     scratches: list[Scratch] = [
         allocate_scratch(module.scratch_size(4224, group.widths, x.shape[1]), x.device) for x in inputs
     ]

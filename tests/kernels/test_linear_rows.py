@@ -203,6 +203,7 @@ def test_the_hopper_form_compiles(rows: int) -> None:
     code = compiled("rows_wgmma", 90, 5120, rows)
     assert code.stack == 0
     assert any(opcode.startswith("HGMMA") for _, opcode, _ in code.instructions)
+    assert not code.overwritten_operands()
 
 
 @needs_triton
@@ -221,7 +222,8 @@ def test_no_rate_spills(rate: float, codebook: int) -> None:
     if rate == int(rate) or codebook == 2:
         for rows in (8, 64):
             assert compiled("rows_mma", 86, 5120, rows, rate, codebook).stack == 0
-            assert compiled("rows_wgmma", 90, 5120, 64, rate, codebook, out="*bf16").stack == 0
+            code = compiled("rows_wgmma", 90, 5120, 64, rate, codebook, out="*bf16")
+            assert code.stack == 0 and not code.overwritten_operands()
 
 
 @needs_triton

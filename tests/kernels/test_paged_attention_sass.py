@@ -63,3 +63,4 @@ def test_prompts_on_hopper() -> None:
     # Two warpgroups: scores, weighted values, totals.
     assert sum("64x128x16" in opcode for opcode in products) == 2 * 16
     assert sum("64x8x16" in opcode for opcode in products) == 2 * 8
+    assert not code.overwritten_operands()

@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,48 @@ class MachineCode:
         start, end = max(inner, key=lambda loop: loop[1] - loop[0])
         return Counter(op.split(".")[0] for address, op, _ in self.instructions if start <= address <= end)
 
+    def overwritten_operands(self) -> list[str]:
+        """Instructions that write a register which a `wgmma` still on its way reads or adds to, on any turn of a loop: its result is then chance.
+
+        PTX forbids it (`wgmma.mma_async`: registers may not be touched before `wgmma.wait_group`); the assembler does not mind.
+        """
+        addresses = [address for address, _, _ in self.instructions]
+        found: set[str] = set()
+        for index, (address, opcode, operands) in enumerate(self.instructions):
+            target = re.search(r"0x([0-9a-f]+)\s*$", operands)
+            if opcode.split(".")[0] == "BRA" and target and int(target[1], 16) < address:
+                body = self.instructions[addresses.index(int(target[1], 16)) : index + 1]
+                found.update(_overwritten(body + body))
+        return sorted(found)
+
     def before_wait(self) -> list[str]:
         """Opcodes before the one wait of a dependent launch for the launch before it; there must be one release of its own dependents too."""
         opcodes = [opcode for _, opcode, _ in self.instructions]
         (wait,) = (i for i, opcode in enumerate(opcodes) if opcode.startswith(WAIT))
         assert sum(opcode.startswith(RELEASE) for opcode in opcodes) == 1
         return opcodes[:wait]
+
+
+def _overwritten(instructions: Sequence[tuple[int, str, str]]) -> Iterator[str]:
+    """Straight code. Groups of `wgmma` end with one that names gsb0; DEPBAR waits until so many groups at most are on their way."""
+    flying: list[set[int]] = [set()]  # registers of each group; the last one is being filled
+    for address, opcode, operands in instructions:
+        if opcode.startswith("HGMMA"):
+            sums, *others = re.findall(r"(?:^|\s)R(\d+)", operands)
+            columns = int(opcode.split("x")[1])
+            flying[-1].update(range(int(sums), int(sums) + columns // 2))
+            if len(others) > 1:  # weights in registers, before the sums are named again
+                flying[-1].update(range(int(others[0]), int(others[0]) + 4))
+            if "gsb0" in operands:
+                flying.append(set())
+        elif opcode.startswith("WARPGROUP.DEPBAR"):
+            left = int(re.findall(r"0x([0-9a-f]+)", operands)[-1], 16)
+            flying = [*flying[:-1][max(len(flying) - 1 - left, 0) :], flying[-1]]
+        elif target := re.match(r"\s*R(\d+)", operands):
+            width = 4 if ".128" in opcode or opcode.endswith(".4") else 2 if ".64" in opcode or "WIDE" in opcode else 1
+            written = set(range(int(target[1]), int(target[1]) + width))
+            if any(written & registers for registers in flying):
+                yield f"{address:#x} {opcode}{operands}"
 
 
 def compile_kernel(
