@@ -13,7 +13,8 @@ import pytest
 from espalier.cluster.config import GatewayConfig
 from espalier.cluster.ingress.http import build_http_app
 from tests.support.fakes import FAKE_MODEL, FakeGateway, FakeReply
-from tests.support.http_server import running, wait_until
+from tests.support.http_server import running
+from tests.support.waiting import wait_until
 
 CHAT = {"model": FAKE_MODEL, "messages": [{"role": "user", "content": "hi"}]}
 BATCH = {"model": FAKE_MODEL, "prompt": ["a", "b", "c"], "n": 2}
@@ -25,7 +26,7 @@ def _leave(url: str, path: str, body: dict[str, Any], gateway: FakeGateway, num_
     head = f"POST {path} HTTP/1.1\r\nhost: {parts.host}\r\ncontent-length: {len(payload)}\r\n\r\n"
     with socket.create_connection((parts.host, parts.port)) as connection:
         connection.sendall(head.encode() + payload)
-        wait_until(lambda: len(gateway.open) == num_calls)
+        wait_until(lambda: len(gateway.open) == num_calls, "all calls are open", poll_s=0.005)
 
 
 @pytest.fixture
@@ -47,10 +48,10 @@ def test_leaving_closes_every_call(
     gateway = FakeGateway(FakeReply(hold_after=hold_after))
     with running(build_http_app(gateway, GatewayConfig())) as url:
         _leave(url, path, {**body, "stream": stream}, gateway, num_calls)
-        wait_until(lambda: gateway.metrics.disconnects == ["http"], timeout_s=2.0)
+        wait_until(lambda: gateway.metrics.disconnects == ["http"], "the disconnect is counted", 2, poll_s=0.005)
         assert gateway.open == set()
         assert len(gateway.aborted) == num_calls
-        wait_until(lambda: gateway.metrics.http == [(path, 499)])
+        wait_until(lambda: gateway.metrics.http == [(path, 499)], "the call is counted", poll_s=0.005)
 
 
 @pytest.mark.usefixtures("no_errors")
@@ -64,7 +65,7 @@ def test_leaving_between_keepalives() -> None:
             assert response.status_code == 200
             lines = response.iter_lines()
             assert next(lines) == ": keepalive"
-        wait_until(lambda: gateway.metrics.disconnects == ["http"], timeout_s=2.0)
+        wait_until(lambda: gateway.metrics.disconnects == ["http"], "the disconnect is counted", 2, poll_s=0.005)
         assert len(gateway.aborted) == 1
 
 
@@ -78,7 +79,7 @@ def test_leaving_in_the_middle_of_a_stream() -> None:
         ):
             lines = (line for line in response.iter_lines() if line)
             assert len(list(itertools.islice(lines, 3))) == 3
-        wait_until(lambda: gateway.metrics.disconnects == ["http"], timeout_s=2.0)
+        wait_until(lambda: gateway.metrics.disconnects == ["http"], "the disconnect is counted", 2, poll_s=0.005)
         assert (gateway.open, len(gateway.aborted)) == (set(), 1)
 
 
@@ -89,7 +90,7 @@ def test_leaving_half_way_through_the_body() -> None:
         parts = httpx.URL(url)
         with socket.create_connection((parts.host, parts.port)) as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
-        wait_until(lambda: gateway.metrics.http == [("/v1/completions", 499)])
+        wait_until(lambda: gateway.metrics.http == [("/v1/completions", 499)], "the call is counted", poll_s=0.005)
         assert gateway.calls == []
 
 
@@ -98,7 +99,7 @@ def test_fifty_leave_and_the_next_is_served() -> None:
     with running(build_http_app(gateway, GatewayConfig())) as url:
         for count in range(50):
             _leave(url, "/v1/chat/completions", {**CHAT, "stream": count % 2 == 0}, gateway, 1)
-            wait_until(lambda: not gateway.open, timeout_s=2.0)
+            wait_until(lambda: not gateway.open, "no call is open", 2, poll_s=0.005)
         with httpx.Client(base_url=url) as client:
             reply = client.post("/v1/chat/completions", json=CHAT).json()
         assert reply["choices"][0]["message"]["content"] == "Hello, world."

@@ -19,10 +19,10 @@ import pytest
 
 from espalier.cluster.ingress.pb import inference_pb2 as pb
 from espalier.cluster.ingress.pb.inference_pb2_grpc import InferenceServiceStub
-from tests.support.http_server import wait_until
 from tests.support.spans import CALLER, CALLER_TRACE
 from tests.support.tiny import make_tiny_checkpoint
 from tests.support.tools import require_module
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.deploy]
 
@@ -114,7 +114,9 @@ def serving(folder: Path, *options: str) -> Iterator[Served]:
     with out.open("wb") as stdout, log.open("wb") as stderr:
         process = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment)
         try:
-            wait_until(lambda: " gRPC " in out.read_text() or process.poll() is not None, START_S)
+            wait_until(
+                lambda: " gRPC " in out.read_text() or process.poll() is not None, "it serves or has ended", START_S
+            )
             assert process.poll() is None, log.read_text()
             said = [line.split() for line in out.read_text().splitlines()]
             told = {words[0]: words[1] for words in said if len(words) == 2}

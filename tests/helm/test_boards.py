@@ -13,9 +13,9 @@ import pytest
 
 from tests.support import board_load, prometheus, served_process
 from tests.support.boards import Window, live_faults, metric_names, parse_faults, queries
-from tests.support.http_server import wait_until
 from tests.support.tiny import make_tiny_checkpoint
 from tests.support.tools import require_module, require_tool
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.deploy, pytest.mark.cluster]
 
@@ -44,12 +44,14 @@ def scraped(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         served_process.serving(folder, options) as served,
         prometheus.scraping(folder / "prometheus", served.http_address, rules) as watching,
     ):
-        wait_until(lambda: any(target["health"] == "up" for target in watching.targets()), 30)
+        wait_until(lambda: any(target["health"] == "up" for target in watching.targets()), "a target is up")
         start = time.time()
         asyncio.run(board_load.play(served.http_url, served.grpc_address, LOAD))
         os.kill(served.replica_pids()[0], signal.SIGKILL)
-        wait_until(lambda: total(watching, "model:espalier_gateway_replica_losses:rate5m") > 0, 60)
-        wait_until(lambda: total(watching, "espalier_audit_total") > 0, 60)
+        wait_until(
+            lambda: total(watching, "model:espalier_gateway_replica_losses:rate5m") > 0, "losses are counted", 60
+        )
+        wait_until(lambda: total(watching, "espalier_audit_total") > 0, "audits are counted", 60)
         yield watching, Window(start, time.time(), 1.0, "10s")
 
 

@@ -8,10 +8,11 @@ import pytest
 from espalier.replicas.errors import DeadlineExceededError
 from espalier.replicas.request import FinishReason, Request
 from espalier.replicas.schedule.step import Step
-from tests.replicas.test_engine import Gate, assert_exact, make_engine, wait_until
 from tests.support.engine_runs import running
+from tests.support.fake_engines import Gate, assert_exact, make_engine
 from tests.support.fake_shard import FakeShard, fake_config, fake_info
 from tests.support.rounds import Rounds, make_request
+from tests.support.waiting import wait_until
 
 
 def alone(request_id: str, prompt: range, *, max_tokens: int = 8) -> Request:
@@ -161,7 +162,7 @@ def test_the_engines_figures_of_requests_leave_it_out() -> None:
     with running(make_engine(shard)) as run:
         gate.close()
         run.submit(alone("audit", range(20)))
-        wait_until(gate.waiting.is_set)
+        wait_until(gate.waiting.is_set, "a step is held", poll_s=0.001)
         load = run.engine.load()
         assert (load.running, load.waiting, load.outstanding_tokens) == (0, 0, 0)
         assert load.free_blocks < load.total_blocks

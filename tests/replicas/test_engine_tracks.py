@@ -9,8 +9,8 @@ from espalier.replicas.request import FinishReason, SamplingParams
 from espalier.replicas.schedule.step import Step
 from espalier.replicas.schedule.tracks import DECODE, PROMPT
 from espalier.replicas.stats import DeviceFigures
-from tests.replicas.test_engine import assert_all_free, assert_exact
 from tests.support.engine_runs import TIMEOUT_S, running
+from tests.support.fake_engines import assert_all_free, assert_exact
 from tests.support.fake_shard import FakeShard, FakeText, fake_config, fake_info, solo_tokens
 from tests.support.rounds import make_request
 from tests.support.tracked_group import Hold, TrackedGroup
