@@ -34,6 +34,8 @@ class ServedModel:
         _require(self.num_replicas >= 1, "replicas", "must be at least 1")
         _require(self.num_cpus >= 0, "num_cpus", "must be at least 0")
         _require(self.num_gpus >= 0, "num_gpus", "must be at least 0")
+        whole = self.num_gpus <= 1 or self.num_gpus == int(self.num_gpus)
+        _require(whole, "num_gpus", "must be a whole number where it is more than 1")
         # Ray shows a replica no GPU that it has not asked for.
         on_gpu = self.engine.device == "cuda"
         _require(not on_gpu or self.num_gpus > 0, "num_gpus", "must be more than 0 where replicas run on GPUs")

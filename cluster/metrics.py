@@ -325,12 +325,18 @@ _GAUGES = (
     ("espalier_num_requests_running", "Requests that hold a lane.", "running"),
     ("espalier_num_requests_waiting", "Requests in the queue.", "waiting"),
     ("espalier_kv_cache_usage_perc", "Share of KV blocks that live sequences hold; 1 is all of them.", "kv_usage"),
+    ("espalier_host_cache_blocks", "Blocks that the host tier has room for.", "host_blocks"),
+    ("espalier_host_cache_blocks_used", "Blocks that the host tier holds.", "host_blocks_used"),
 )
 _COUNTERS = (
     ("espalier_prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("espalier_generation_tokens", "Tokens generated.", "generation_tokens"),
     ("espalier_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
     ("espalier_prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
+    ("espalier_prefix_cache_host_hits", "Those of them that came back from the host tier.", "prefix_host_hits"),
+    ("espalier_host_cache_saves", "Blocks copied to the host tier.", "host_saves"),
+    ("espalier_host_cache_restores", "Blocks copied back from the host tier.", "host_restores"),
+    ("espalier_host_cache_evictions", "Blocks that left the host tier for others.", "host_evictions"),
     ("espalier_num_preemptions", "Sequences sent back to the queue to free their blocks.", "preemptions"),
     ("espalier_rounds", "Rounds committed; a round is one forward of the model.", "steps"),
     ("espalier_prefill_rows", "Rows computed for prompts.", "prefill_rows"),

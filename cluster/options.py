@@ -164,6 +164,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("block_size", "engine", "block_size", INTEGER, "tokens in a KV block: 16, 32, 64 or 128"),
     Option("prefix_cache", "engine", "prefix_cache", SWITCH, "keep computed blocks for later requests"),
+    Option(
+        "host_kv_gb", "engine", "host_kv_gb", NUMBER, "GiB of host memory for blocks that the cache has no room for"
+    ),
     Option("max_lanes", "engine", "max_lanes", INTEGER, "sequences in one round of a replica (default: 16; GPU: 64)"),
     Option(
         "batch_tokens", "engine", "batch_tokens", INTEGER, "rows in one round of a replica (default: 256; GPU: 2048)"
@@ -182,8 +185,15 @@ OPTIONS: tuple[Option, ...] = (
         NUMBER,
         "GPU: beside decoding lanes, prompts may stretch a round to this",
     ),
-    Option("memory_share", "engine", "memory_share", NUMBER, "GPU: how much of its memory a replica may fill, up to 1"),
+    Option(
+        "memory_share",
+        "engine",
+        "memory_share",
+        NUMBER,
+        "GPU: how much of its memory a replica may fill, up to 1 (default: 0.9 of its part)",
+    ),
     Option("cuda_graphs", "engine", "cuda_graphs", SWITCH, "GPU: capture rounds at load and replay them"),
+    Option("nvtx", "engine", "nvtx", SWITCH, "GPU: mark what the host does in a round as NVTX ranges"),
     Option("max_waiting", "engine", "max_waiting", INTEGER, "requests that may wait at a replica; more get 429"),
     Option("cpu_threads", "engine", "cpu_threads", INTEGER, "threads of a replica (default: the cores, shared)"),
     Option("progress_timeout", "engine", "progress_timeout_s", SECONDS, "without a finished round: not healthy"),

@@ -123,6 +123,8 @@ def _compose_model(layer: Layer, locate: Locate, gpu_share: float | None) -> Ser
         served = {"name": located.name} | _fields(layer, "model")
         if device == "cuda":
             served = _on_gpus(served, gpu_share)
+            if 0 < served["num_gpus"] < 1:  # replicas that share a GPU share its memory
+                engine.setdefault("memory_share", value_of({}, "memory_share") * served["num_gpus"])
         return ServedModel(engine=EngineConfig(**engine), **served)
 
 

@@ -1,7 +1,8 @@
 """What is looked at before anything starts: the options, and of every model its headers, its limits and its tokenizer. Reads no weights."""
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -11,6 +12,7 @@ from espalier.cluster.settings import blamed_on, compose
 from espalier.cluster.tracing import require_opentelemetry
 from espalier.deploy.config import advice, resolve
 from espalier.deploy.locate import locate_model
+from espalier.replicas.cache.host_memory import available_memory_bytes
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.checkpoint import open_checkpoint
 from espalier.replicas.tokenizer import Tokenizer
@@ -32,10 +34,14 @@ def checked_config(flags: Mapping[str, str], config_file: str | None) -> tuple[C
     if config.tracing is not None:
         with blamed_on(settings.common):
             require_opentelemetry()
-    wanted = sum(model.num_gpus * model.num_replicas for model in config.models)
+    wanted = gpus_wanted(model.num_gpus for model in config.models for _ in range(model.num_replicas))
     if wanted > gpus:
         # Ray would wait for them.
-        raise InvalidRequestError(f"gpus: all replicas ask for {wanted:g}, and this machine has {gpus}", param="gpus")
+        raise InvalidRequestError(f"gpus: all replicas ask for {wanted}, and this machine has {gpus}", param="gpus")
+    host_gb = sum(model.engine.host_kv_gb * model.num_replicas for model in config.models)
+    if host_gb and host_gb > (available_gb := available_memory_bytes() / 2**30):
+        message = f"host_kv_gb: all replicas ask for {host_gb:g} GiB, and this machine has {available_gb:.2f} available"
+        raise InvalidRequestError(message, param="host_kv_gb")
     for model, layer in zip(config.models, settings.models, strict=True):
         with blamed_on(layer):
             check_model(model)
@@ -51,3 +57,16 @@ def check_model(model: ServedModel) -> None:
             f"context: {model.name} has positions for {limit} tokens, not {context}", param="context"
         )
     Tokenizer.from_folder(model.engine.model_path)
+
+
+def gpus_wanted(asked: Iterable[float]) -> int:
+    """GPUs that hold all replicas, of which each asks for whole ones or for a share, which lies on one GPU."""
+    filled: list[int] = []
+    # The large ones first, each where it fits first. Ray counts in ten-thousandths.
+    for share in sorted((round(amount * 10_000) for amount in asked), reverse=True):
+        place = next((i for i, taken in enumerate(filled) if taken + share <= 10_000), None)
+        if place is None:
+            filled += [min(share, 10_000)] * math.ceil(share / 10_000)
+        else:
+            filled[place] += share
+    return len(filled)

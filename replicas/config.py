@@ -27,8 +27,10 @@ class EngineConfig:
     tracks: 1 computes prompts and decoding lanes in the same rounds, 2 in rounds of their own that run side by side.
     decode_gap_ms: beside decoding lanes, a round takes no more rows of prompts than are computed in so many milliseconds, where that was measured.
     prefix_cache: keep full blocks for later requests. cpu_threads: threads of this process on a CPU; None shares the machine's cores.
+    host_kv_gb: GiB of host memory for blocks that the KV cache has no room for any more, beside the cache; 0 keeps none.
     memory_share: how much of a GPU's memory the engine may fill, over 0 and at most 1.
     cuda_graphs: rounds on a GPU are captured at load and replayed.
+    nvtx: a GPU's planning, launching and waiting are marked as NVTX ranges, for a profiler to show.
     cache_dir: decoded weights and records of first loads.
     progress_timeout_s: with work to do, the engine is unhealthy when no round has finished for so long.
     """
@@ -46,9 +48,11 @@ class EngineConfig:
     tracks: int = 1
     decode_gap_ms: float = 50.0
     prefix_cache: bool = True
+    host_kv_gb: float = 0.0
     cpu_threads: int | None = None
     memory_share: float = 0.9
     cuda_graphs: bool = True
+    nvtx: bool = False
     cache_dir: Path = Path("~/.cache/espalier")
     progress_timeout_s: float = 10.0
 
@@ -75,7 +79,14 @@ class EngineConfig:
         require(self.max_steps_in_flight in (1, 2), "max_steps_in_flight", "must be 1 or 2")
         require(self.tracks in (1, 2), "tracks", "must be 1 or 2")
         require(self.decode_gap_ms > 0, "decode_gap_ms", "must be positive")
+        require(self.host_kv_gb >= 0, "host_kv_gb", "must be at least 0")
+        require(
+            self.host_kv_gb == 0 or self.prefix_cache, "host_kv_gb", "keeps blocks of the prefix cache, which is off"
+        )
         require(0 < self.memory_share <= 1, "memory_share", "must be over 0 and at most 1")
+        require(
+            not self.nvtx or self.device == "cuda", "nvtx", "marks what a GPU's replica does, and this one has none"
+        )
         require(self.cpu_threads is None or self.cpu_threads >= 1, "cpu_threads", "must be at least 1")
         require(self.progress_timeout_s > 0, "progress_timeout_s", "must be positive")
 

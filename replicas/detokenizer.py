@@ -20,6 +20,16 @@ class TextDecoder(Protocol):
         ...
 
 
+class NoText:
+    """The decoder of a model that is measured without its tokenizer: every token stands for nothing."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
 class Detokenizer:
     """One reply's text, piece by piece. The pieces joined are the text of all tokens, however they were cut."""
 

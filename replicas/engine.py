@@ -311,6 +311,10 @@ class Engine:
             self._stats.running = self._scheduler.num_running
             self._stats.waiting = self._scheduler.num_waiting
             self._stats.kv_usage = 1.0 - pool.num_free / pool.num_blocks
+            host = pool.host
+            self._stats.host_blocks, self._stats.host_blocks_used = host.num_slots, host.num_used
+            self._stats.host_saves, self._stats.host_restores = host.num_saves, host.num_restores
+            self._stats.host_evictions = host.num_evictions
             self._stats.device = figures
             return self._stats.snapshot()
 

@@ -27,7 +27,8 @@ class Residence:
     num_restored: positions taken from the prefix cache.
     num_planned: positions that steps compute, in flight or done. num_computed: positions whose step is done. num_published: blocks findable.
     refs: tokens sampled by steps in flight, in order. num_in_flight: steps in flight that read its blocks.
-    num_blocks_sent, num_observed: how much of the table and of the restored tokens the shards have been told.
+    num_blocks_sent, num_observed: how much of the table and of the restored tokens the shards have been told. num_blocks_filled: of the restored
+    blocks, those whose state is on the device, as far as steps have been told.
     """
 
     seq_id: int
@@ -41,6 +42,7 @@ class Residence:
     num_in_flight: int = 0
     num_blocks_sent: int = 0
     num_observed: int = 0
+    num_blocks_filled: int = 0
 
 
 class Sequence:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from espalier.replicas.batch import LaneRows, make_batch
-from espalier.replicas.cache.storage import KVCache, machine_memory_bytes, plan_memory
+from espalier.replicas.cache.host_copies import HostCopies, blocks_view
+from espalier.replicas.cache.host_memory import plan_host_slots
+from espalier.replicas.cache.storage import KVCache, kv_bytes_per_token, machine_memory_bytes, plan_memory
 from espalier.replicas.config import EngineConfig, resolved
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.checkpoint import Checkpoint, open_checkpoint
@@ -75,9 +77,16 @@ class Shard:
         identity = fingerprint(checkpoint)
         check_record(checkpoint, identity, cache_dir)
         num_blocks, max_context = plan_memory(config, checkpoint.config, machine_memory_bytes())
+        block_bytes = config.block_size * kv_bytes_per_token(checkpoint.config, config.kv_dtype)
+        num_host_slots = plan_host_slots(config, block_bytes, kv_bytes=num_blocks * block_bytes)
         self._decoder, decoded_crc = load_decoder(checkpoint, identity, cache_dir, max_context)
         arithmetic = zlib.crc32(check_row_invariance(self._decoder).encode(), decoded_crc)
         self._cache = KVCache(checkpoint.config, num_blocks, config.block_size, config.kv_dtype)
+        self._host = (
+            HostCopies(blocks_view(self._cache.storage), num_host_slots, self._cache.zero_block)
+            if num_host_slots
+            else None
+        )
         self._sequences: dict[int, _Sequence] = {}
         self._recent: OrderedDict[int, _Ran] = OrderedDict()
         self.info = ShardInfo(
@@ -89,11 +98,14 @@ class Shard:
             weights_id=identity.weights_id,
             numerics_id=f"cpu{ARITHMETIC_VERSION}-{config.kv_dtype}-{arithmetic:08x}",
             quantization=quantization(checkpoint),
+            num_host_slots=num_host_slots,
         )
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Runs one round: takes over its changes, computes its rows, samples. Only what fails is in the result's `failed`."""
+        if self._host is not None:
+            self._host.run(step.copies)
         self._take_over(step)
         tokens: dict[int, int] = {}
         failed: dict[int, str] = {}

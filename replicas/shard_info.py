@@ -8,6 +8,7 @@ class ShardInfo:
     """Facts fixed at load, equal on all shards of a replica.
 
     num_blocks: KV blocks, ids 0 .. num_blocks - 1. block_size: tokens a block holds. max_context: tokens of prompt and reply together, resolved.
+    num_host_slots: blocks that fit in the host tier; 0 where there is none.
     vocab_size: ids the head can produce. eos_token_ids: the model's own end tokens.
     weights_id, numerics_id: equal ids mean equal weights and equal arithmetic, so equal tokens. quantization: for people, such as "exl3 4.0bpw".
     round_ms: (rows, milliseconds) of mixed rounds as measured at load, one for each size that rounds are padded to, ascending; () where rounds are
@@ -22,4 +23,5 @@ class ShardInfo:
     weights_id: str
     numerics_id: str
     quantization: str
+    num_host_slots: int = 0
     round_ms: tuple[tuple[int, float], ...] = ()

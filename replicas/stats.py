@@ -75,9 +75,12 @@ class DeviceFigures:
 class EngineStats:
     """Everything counted since the engine started. Times in seconds, measured on the replica.
 
-    Gauges: running, waiting: requests. kv_usage: share of KV blocks that live sequences hold, 0..1.
+    Gauges: running, waiting: requests. kv_usage: share of KV blocks that live sequences hold, 0..1. host_blocks, host_blocks_used: blocks that the
+    host tier has room for, and that it holds.
     Counters: prompt_tokens, generation_tokens: of requests, prompts counted once when admitted, replayed tokens not at all.
-    prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache at first admission.
+    prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache at first admission. prefix_host_hits: of those found, the
+    ones that came back from the host tier. host_saves, host_restores: blocks copied to the host tier, and back. host_evictions: blocks that
+    left it for others.
     prefill_rows, decode_rows: rows computed; a row is decode when it is the only one of its lane. preemptions: sequences sent back to the queue.
     finished: requests ended, by reason. steps: rounds committed.
     Histograms: ttft_s: from submission to the first token. inter_token_s: between tokens that followed each other.
@@ -88,11 +91,17 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+    host_blocks: int = 0
+    host_blocks_used: int = 0
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prefix_host_hits: int = 0
+    host_saves: int = 0
+    host_restores: int = 0
+    host_evictions: int = 0
     prefill_rows: int = 0
     decode_rows: int = 0
     preemptions: int = 0

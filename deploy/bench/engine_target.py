@@ -17,7 +17,7 @@ from espalier.deploy.bench.prompts import BenchPrompt
 from espalier.deploy.bench.stats import StreamRecord
 from espalier.deploy.bench.target import BenchError, Call, TargetInfo, TargetState
 from espalier.replicas.config import EngineConfig
-from espalier.replicas.detokenizer import TextDecoder
+from espalier.replicas.detokenizer import NoText, TextDecoder
 from espalier.replicas.engine import Engine
 from espalier.replicas.errors import EngineError, InvalidRequestError
 from espalier.replicas.group import ShardGroup
@@ -27,16 +27,6 @@ from espalier.replicas.token_hash import token_sha256
 
 if TYPE_CHECKING:
     from espalier.replicas.tokenizer import Tokenizer
-
-
-class NoText:
-    """The decoder of a model that is measured without its tokenizer: every token stands for nothing."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return b""
-
-    def is_special(self, token_id: int) -> bool:
-        return False
 
 
 @dataclass(slots=True)

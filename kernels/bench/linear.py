@@ -1,4 +1,7 @@
-"""Rows of the EXL3 linear: the peer's shapes, rates and row counts, then every other rate. Rotations are part of every call of ours."""
+"""Rows of the EXL3 linear: the peer's shapes, rates and row counts, then every other rate, then rows about the border of Hopper's prompt forms.
+
+Rotations are part of every call of ours.
+"""
 
 import dataclasses
 import functools
@@ -17,10 +20,12 @@ SHAPES = ((5120, 17408), (17408, 5120), (5120, 12288), (6144, 5120))
 HEAD = (5120, 248320)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 PORTABLE = "portable"  # the form for any GPU from sm_80 on
-DECODED = "decoded"  # weights decoded once, where that may pay and dispatch takes another form
 _OTHER_RATE_ROWS = (1, 8, 64, 2048)
 _POWER_BOUND_ROWS = 256
-_DECODED_ROWS = 512
+# Hopper's forms for prompts, by the name of their call where dispatch takes the other one.
+_PROMPT_FORMS = {"in registers": Form.PROMPT_WGMMA, "decoded": Form.PROMPT_DECODED}
+_PROMPT_ROWS = 512
+_BORDER_ROWS = (1024, 1536)
 
 
 def cases() -> list[BenchCase]:
@@ -36,7 +41,8 @@ def cases() -> list[BenchCase]:
         if rows <= 128 or codebook is Codebook.MUL1
     ]
     others = [rate for rate in RATES if rate not in (3.0, 4.0)]
-    return found + [_case(SHAPES[0], rate, Codebook.MUL1, rows) for rate in others for rows in _OTHER_RATE_ROWS]
+    found += [_case(SHAPES[0], rate, Codebook.MUL1, rows) for rate in others for rows in _OTHER_RATE_ROWS]
+    return found + [_case(shape, 4.0, Codebook.MUL1, rows) for shape in SHAPES for rows in _BORDER_ROWS]
 
 
 def _case(shape: tuple[int, int], rate: float, codebook: Codebook, rows: int) -> BenchCase:
@@ -77,8 +83,9 @@ def _linear(
     form = choose_form(dataclasses.replace(device, capability=(8, 0)), rows, out_features)
     forms = {PORTABLE: form}
     chosen = choose_form(device, rows, out_features)
-    if rows >= _DECODED_ROWS and Form.PROMPT_DECODED in possible_forms(device) and chosen is not Form.PROMPT_DECODED:
-        forms[DECODED] = Form.PROMPT_DECODED
+    if rows >= _PROMPT_ROWS:
+        possible = set(possible_forms(device)) - {chosen}
+        forms |= {name: other for name, other in _PROMPT_FORMS.items() if other in possible}
     size = scratch_size(groups[0], rows)
     for other in forms.values():
         size |= load_form(other).scratch_size(in_features, (out_features,), rows)

@@ -67,23 +67,24 @@ class KVPrefix:
         self._pool = pool
 
     def positions(self, chain: PrefixChain, limit: int) -> Collection[int]:
-        """Multiples of the block size up to the longest match."""
+        """Multiples of the block size up to the longest match, on the device or on the host."""
         size = chain.block_size
         found = 0
-        while (found + 1) * size <= limit and self._pool.find(chain.key(found)) is not None:
+        while (found + 1) * size <= limit and self._pool.keeps(chain.key(found)):
             found += 1
         return range(size, found * size + 1, size)
 
     def blocks(self, chain: PrefixChain, position: int) -> list[int]:
-        """The blocks before a position of `positions`, in order."""
-        block_ids = [self._pool.find(chain.key(index)) for index in range(position // chain.block_size)]
+        """Those of the blocks before a position of `positions` that are on the device, in order."""
+        block_ids = [self._pool.find(key) for key in self._keys(chain, position)]
         return [block_id for block_id in block_ids if block_id is not None]
 
     def hold(self, chain: PrefixChain, position: int) -> list[int]:
-        """Shares those blocks and returns them."""
-        block_ids = self.blocks(chain, position)
-        self._pool.share(block_ids)
-        return block_ids
+        """The blocks before a position, in order: shares those on the device, and takes new ones for what the host holds."""
+        return self._pool.take(self._keys(chain, position))
+
+    def _keys(self, chain: PrefixChain, position: int) -> list[bytes]:
+        return [chain.key(index) for index in range(position // chain.block_size)]
 
     def release(self, handle: list[int]) -> None:
         """Frees them again."""

@@ -23,13 +23,15 @@ class KVCache:
     """Keys and values of all layers, zeros at first. One block more than asked for, `zero_block`, stays zero.
 
     keys, values: one [num_blocks + 1, kv_heads, block_size, head_dim] a layer, so that a head's part of a block is one piece of memory.
+    storage: all of them, [2, layers, num_blocks + 1, kv_heads, block_size, head_dim].
     workspace: where attention gathers them; one round at a time.
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: KVDtype) -> None:
-        shape = (config.num_layers, num_blocks + 1, config.num_kv_heads, block_size, config.head_dim)
-        self.keys: tuple[Tensor, ...] = _lazy_zeros(shape, _DTYPES[dtype]).unbind()
-        self.values: tuple[Tensor, ...] = _lazy_zeros(shape, _DTYPES[dtype]).unbind()
+        shape = (2, config.num_layers, num_blocks + 1, config.num_kv_heads, block_size, config.head_dim)
+        self.storage = _lazy_zeros(shape, _DTYPES[dtype])
+        self.keys: tuple[Tensor, ...] = self.storage[0].unbind()
+        self.values: tuple[Tensor, ...] = self.storage[1].unbind()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.zero_block = num_blocks

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 _FIRST_CONTEXT = 1024
 _CONTEXT_GROWTH = 4
 _FIRST_MIXED_ROWS = 16
+# Prompts that come alone, or beside a few: programs of attention are launched for every lane that there is room for, rows or not.
+_FEW_LANES = 8
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,12 +48,12 @@ class RoundNeed:
 
 @dataclass(frozen=True, slots=True)
 class RoundShapes:
-    """All shapes of a track. decode_rows, mixed_rows, contexts: ascending. max_lanes: of the engine."""
+    """All shapes of a track. decode_rows, mixed_rows, mixed_lanes, contexts: ascending. The last of mixed_lanes: lanes of the engine."""
 
     decode_rows: tuple[int, ...]
     mixed_rows: tuple[int, ...]
+    mixed_lanes: tuple[int, ...]
     contexts: tuple[int, ...]
-    max_lanes: int
 
     @staticmethod
     def plan(max_lanes: int, batch_tokens: int, max_context: int) -> "RoundShapes":
@@ -59,8 +61,8 @@ class RoundShapes:
         return RoundShapes(
             decode_rows=_doubling(1, max_lanes, 2),
             mixed_rows=_doubling(_FIRST_MIXED_ROWS, batch_tokens, 2),
+            mixed_lanes=(_FEW_LANES, max_lanes) if max_lanes > _FEW_LANES else (max_lanes,),
             contexts=_doubling(_FIRST_CONTEXT, max_context, _CONTEXT_GROWTH),
-            max_lanes=max_lanes,
         )
 
     def decoding(self) -> "RoundShapes":
@@ -73,23 +75,37 @@ class RoundShapes:
 
     def all(self) -> list[RoundShape]:
         """The largest first, so that what is allocated while capturing is allocated once."""
-        shapes = [
-            self._shape(mixed, greedy, rows, context)
-            for mixed, greedy in ((True, False), (False, False), (False, True))
-            for rows in (self.mixed_rows if mixed else self.decode_rows)
+        mixed = {
+            _mixed(rows, lanes, context)
+            for rows in self.mixed_rows
+            for lanes in self.mixed_lanes
             for context in self.contexts
-        ]
-        return sorted(shapes, key=lambda shape: (shape.rows, shape.context), reverse=True)
+        }
+        decode = {
+            _decode(greedy, rows, context)
+            for greedy in (False, True)
+            for rows in self.decode_rows
+            for context in self.contexts
+        }
+        return sorted(mixed | decode, key=lambda shape: (shape.rows, shape.lanes, shape.context, shape), reverse=True)
 
     def choose(self, need: RoundNeed) -> RoundShape:
         """The smallest shape that holds a round."""
-        mixed = need.mixed or not self.decode_rows
-        rows = _first(self.mixed_rows if mixed else self.decode_rows, need.num_rows)
-        return self._shape(mixed, need.greedy and not mixed, rows, _first(self.contexts, need.context))
+        context = _first(self.contexts, need.context)
+        if need.mixed or not self.decode_rows:
+            return _mixed(
+                _first(self.mixed_rows, need.num_rows), _first(self.mixed_lanes, max(need.num_lanes, 1)), context
+            )
+        return _decode(need.greedy, _first(self.decode_rows, need.num_rows), context)
 
-    def _shape(self, mixed: bool, greedy: bool, rows: int, context: int) -> RoundShape:
-        lanes = min(rows, self.max_lanes)
-        return RoundShape(mixed=mixed, greedy=greedy, rows=rows, lanes=lanes, samples=lanes, context=context)
+
+def _mixed(rows: int, lanes: int, context: int) -> RoundShape:
+    lanes = min(rows, lanes)
+    return RoundShape(mixed=True, greedy=False, rows=rows, lanes=lanes, samples=lanes, context=context)
+
+
+def _decode(greedy: bool, rows: int, context: int) -> RoundShape:
+    return RoundShape(mixed=False, greedy=greedy, rows=rows, lanes=rows, samples=rows, context=context)
 
 
 def _doubling(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -14,17 +14,23 @@ from typing import NamedTuple
 import torch
 
 from espalier.kernels.device import ARITHMETICS, device_class, triton_version
+from espalier.replicas.cache.host_copies import HostCopies, blocks_view, staging_bytes
+from espalier.replicas.cache.host_memory import plan_host_slots
+from espalier.replicas.cache.storage import kv_bytes_per_token
 from espalier.replicas.config import EngineConfig, ResolvedConfig, resolved
 from espalier.replicas.errors import InvalidRequestError
+from espalier.replicas.gpu.free_memory import settled_memory
 from espalier.replicas.gpu.group import DeviceShardGroup
 from espalier.replicas.gpu.kv import DeviceKV
 from espalier.replicas.gpu.load import load_network
 from espalier.replicas.gpu.memory import plan_device_memory
+from espalier.replicas.gpu.ranges import Ranges
 from espalier.replicas.gpu.round import Model, buffer_bytes, round_scratch
 from espalier.replicas.gpu.rounds import RoundShapes
 from espalier.replicas.gpu.sequences import LiveSequences, PlannedRound
 from espalier.replicas.gpu.state import SlotState, sampling_limits, state_words
 from espalier.replicas.gpu.track import Results, RunningRound, Track
+from espalier.replicas.gpu.warm_up import Rounds, WarmUp
 from espalier.replicas.model.canary import check_canary
 from espalier.replicas.model.checkpoint import open_checkpoint
 from espalier.replicas.model.fingerprint import check_record, fingerprint
@@ -75,7 +81,7 @@ class GpuShard:
         model = checkpoint.config
         kv_dtype = _KV_DTYPES[config.kv_dtype]
         limits = sampling_limits(model.vocab_size, len(model.eos_token_ids))
-        free_bytes, total_bytes = _memory(device)
+        free_bytes, total_bytes = settled_memory(lambda: _memory(device), config.memory_share)
         # The longest context follows from the plan; what does not depend on it is counted for the longest there could be.
         longest = config.max_context or model.max_positions
         by_track = _track_shapes(config, longest)
@@ -83,15 +89,29 @@ class GpuShard:
             sum(dataclasses.astuple(round_scratch(kind, model, shapes, limits))) for shapes in by_track.values()
         )
         max_blocks = -(-longest // config.block_size)
+        block_bytes = config.block_size * kv_bytes_per_token(model, config.kv_dtype)
+        num_host_slots = plan_host_slots(config, block_bytes)
         plan = plan_device_memory(
             config,
             checkpoint,
             total_bytes=total_bytes,
             free_bytes=free_bytes,
             workspace_bytes=sum(buffer_bytes(model, shapes, kv_dtype) for shapes in by_track.values())
-            + 4 * (scratch_words + state_words(config.max_lanes, max_blocks, limits)),
+            + 4 * (scratch_words + state_words(config.max_lanes, max_blocks, limits))
+            + staging_bytes(block_bytes, num_host_slots),
             graphs_bytes=_graphs_bytes(config, model.num_layers, by_track),
         )
+        by_track = _track_shapes(config, plan.max_context)
+        rounds = Rounds(
+            checkpoint.path,
+            tuple(by_track.values()),
+            config.max_lanes,
+            config.block_size,
+            kv_dtype,
+            plan.max_context,
+            kind,
+        )
+        warm_up = WarmUp.begin(rounds, checkpoint)
         identity = fingerprint(checkpoint)
         check_record(checkpoint, identity, cache_dir)
         network = load_network(checkpoint, device, plan.max_context)
@@ -100,13 +120,17 @@ class GpuShard:
         max_blocks = -(-plan.max_context // config.block_size)
         state = SlotState(config.max_lanes, max_blocks, limits, device)
         self._model = Model(network, kv, state)
+        self._host = HostCopies(blocks_view(kv.storage), num_host_slots, kv.zero_block) if num_host_slots else None
         self._sequences = LiveSequences(state, config.max_lanes, model.eos_token_ids)
+        self._ranges = Ranges(enabled=config.nvtx)
         self._tracks = {
-            name: Track(self._model, shapes, config.block_size, device, _stream(device, name))
-            for name, shapes in _track_shapes(config, plan.max_context).items()
+            name: Track(self._model, shapes, config.block_size, device, _stream(device, name), self._ranges)
+            for name, shapes in by_track.items()
         }
+        warm_up.wait()
         for track in self._tracks.values():
             track.prepare(graphs=config.cuda_graphs)
+        warm_up.remember()
         logger.info(
             "%s: weights loaded in %.1f s, %d graphs captured in %.1f s",
             checkpoint.path,
@@ -124,15 +148,20 @@ class GpuShard:
             weights_id=identity.weights_id,
             numerics_id=gpu_numerics_id(device, config.kv_dtype),
             quantization=quantization(checkpoint),
+            num_host_slots=num_host_slots,
             round_ms=prompts.round_ms(),
         )
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Takes over a step's changes and enqueues its rows. Raises when that failed; then no row of it has a token."""
-        planned = self._sequences.plan(step)
+        """Takes over a step's changes and enqueues its copies and rows. Raises when that failed; then no row of it has a token."""
+        if self._host is not None:
+            self._host.run(step.copies)
+        with self._ranges("plan"):
+            planned = self._sequences.plan(step)
         track = self._track(step)
         try:
-            running = track.launch(planned.given)
+            with self._ranges("launch"):
+                running = track.launch(planned.given, None if self._host is None else self._host.made)
         except Exception:
             track.recover()
             raise
@@ -142,7 +171,8 @@ class GpuShard:
     def finish(self, launched: LaunchedStep) -> StepResult:
         """Waits for a step and says what it drew. From any thread; each step once, in the order of its track."""
         step, planned, running = launched
-        results = running.wait()
+        with self._ranges("wait"):
+            results = running.wait()
         sampled: dict[int, tuple[SampledToken, ...]] = {}
         failed = dict(planned.failed)
         for index, lane in enumerate(planned.sampled):
@@ -160,6 +190,11 @@ class GpuShard:
 
     def commit(self, commit: StepCommit) -> None:
         """Nothing to take back: without drafts every row is kept."""
+
+    @property
+    def tracks(self) -> Mapping[str, Track]:
+        """By name."""
+        return self._tracks
 
     def figures(self) -> DeviceFigures:
         """As of now."""

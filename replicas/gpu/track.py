@@ -5,7 +5,7 @@ Knows rounds as packed inputs; which sequences they are about is the shard's. On
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from espalier.kernels.round.updates import apply_updates
 from espalier.kernels.sampling.history import observe
 from espalier.kernels.sampling.rows import MAX_TOP
 from espalier.replicas.gpu.inputs import InputFields, Words
+from espalier.replicas.gpu.ranges import OFF, Ranges
 from espalier.replicas.gpu.round import REMEMBERED_ROUNDS, Model, RoundBuffers, round_scratch
 from espalier.replicas.gpu.rounds import RoundNeed, RoundShape, RoundShapes
 from espalier.replicas.streams.counters import CounterPool, PoolFigures
@@ -125,13 +126,15 @@ class Track:
         block_size: int,
         device: torch.device,
         stream: torch.cuda.Stream | None,
+        ranges: Ranges = OFF,
     ) -> None:
         self._model = model
         self.shapes = shapes
         self._device = device
         self._stream = stream
+        self._ranges = ranges
         network, kv_dtype = model.network, model.kv.keys[0].dtype
-        with self._on_stream():
+        with self.on_stream():
             self._buffers = RoundBuffers(network.config, shapes, kv_dtype, block_size, device)
             self._pool = CounterPool(device, stream)
             self._pool.reserve(round_scratch(device_class(device), network.config, shapes, model.state.limits))
@@ -151,7 +154,7 @@ class Track:
         for shape in self.shapes.all():
             fields = InputFields.of(shape)
             prepared = self._prepared[shape] = _Prepared(fields, fields.padding())
-            with self._on_stream():
+            with self.on_stream():
                 self._buffers.inputs[: fields.num_words].copy_(torch.from_numpy(prepared.padding))
                 self._buffers.compute(shape, fields, self._model, self._pool)
                 if graphs and self._stream is not None:
@@ -175,12 +178,13 @@ class Track:
         """Milliseconds of a mixed round by its rows, measured with empty lanes, so without attention; () without graphs."""
         measured = []
         for rows in self.shapes.mixed_rows:
-            shape = self.shapes.choose(RoundNeed(rows, 1, 1, 1, greedy=False))
+            lanes = min(rows, self.shapes.mixed_lanes[-1])
+            shape = self.shapes.choose(RoundNeed(rows, lanes, 1, 1, greedy=False))
             graph = self._prepared[shape].graph
             if graph is None or self._stream is None:
                 return ()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            with self._on_stream():
+            with self.on_stream():
                 fields = self._prepared[shape].fields
                 self._buffers.inputs[: fields.num_words].copy_(torch.from_numpy(self._prepared[shape].padding))
                 graph.replay()
@@ -192,15 +196,17 @@ class Track:
             measured.append((rows, begin.elapsed_time(end) / _TIMED_REPLAYS))
         return tuple(measured)
 
-    def launch(self, given: RoundInput) -> RunningRound:
-        """Enqueues a round behind those before it."""
+    def launch(self, given: RoundInput, behind: torch.cuda.Event | None = None) -> RunningRound:
+        """Enqueues a round behind those before it, and behind an event of another stream."""
         index = self._num_launched % REMEMBERED_ROUNDS
         self._num_launched += 1
         staging = self._staging[index]
         if staging.copied is not None:
             staging.copied.synchronize()
         place = index * self._buffers.samples
-        with self._on_stream():
+        with self.on_stream():
+            if behind is not None:
+                behind.wait()
             self._tell_state(given)
             if not given.lanes:
                 self._update(given.updates)
@@ -211,22 +217,37 @@ class Track:
             prepared = self._prepared[shape]
             fields = prepared.fields
             self._update(given.updates[fields.num_updates :])
-            words = staging.inputs.numpy()[: fields.num_words]
-            words[:] = prepared.padding
-            num_samples = _pack(words, fields, given, place)
+            with self._ranges("pack"):
+                words = staging.inputs.numpy()[: fields.num_words]
+                words[:] = prepared.padding
+                num_samples = _pack(words, fields, given, place)
             self._buffers.inputs[: fields.num_words].copy_(staging.inputs[: fields.num_words], non_blocking=True)
             _record(staging.copied)
-            if prepared.graph is None:
-                self._buffers.compute(shape, fields, self._model, self._pool)
-            else:
-                prepared.graph.replay()
-                self.num_replays += 1
+            with self._ranges("run"):
+                self._run(shape, prepared)
+            self.num_replays += prepared.graph is not None
             samples = self._buffers.samples
             has_logprobs = not shape.greedy
             num_words = staging.results.numel() if has_logprobs else 2 * samples
             staging.results[:num_words].copy_(self._buffers.results[:num_words], non_blocking=True)
             _record(staging.done)
         return RunningRound(place, num_samples, has_logprobs, samples, staging)
+
+    def repeat(self, shape: RoundShape, *, eager: bool = False) -> None:
+        """Enqueues the kernels of the last round, which had this shape, once more: for measurements. The same is computed and stored again;
+        only penalties, where a lane has any, count its tokens once more.
+
+        eager: launch by launch, though there is a graph.
+        """
+        prepared = self._prepared[shape]
+        with self.on_stream():
+            self._run(shape, replace(prepared, graph=None) if eager else prepared)
+
+    def _run(self, shape: RoundShape, prepared: _Prepared) -> None:
+        if prepared.graph is None:
+            self._buffers.compute(shape, prepared.fields, self._model, self._pool)
+        else:
+            prepared.graph.replay()
 
     def _tell_state(self, given: RoundInput) -> None:
         """Histories of sequences that begin, and tokens restored for them: rare, so launched one by one."""
@@ -262,7 +283,8 @@ class Track:
             done=torch.cuda.Event(blocking=True) if pinned else None,  # type: ignore[no-untyped-call]
         )
 
-    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
+    def on_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Makes the track's stream the current one."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 

@@ -1,6 +1,7 @@
 """StepBuilder: collects one Step within its budgets, so that its size is bounded whatever the context length."""
 
 from espalier.replicas.cache.table import blocks_for
+from espalier.replicas.cache.tier import BlockCopy, HostTier
 from espalier.replicas.schedule.pacing import chunk_rows
 from espalier.replicas.schedule.step import BlockAppend, Lane, Observed, SequenceBegin, Step
 from espalier.replicas.schedule.tracks import Track
@@ -8,14 +9,21 @@ from espalier.replicas.sequence import Sequence
 
 BLOCKS_PER_STEP = 1024
 OBSERVED_PER_STEP = 4096
+# What a round waits for at most: some hundred megabytes of a large model, so milliseconds on the bus of a GPU.
+RESTORES_PER_STEP = 256
 
 
 class StepBuilder:
-    """One step in the making. Whoever is added first gets first of what is left: rows, block ids, observed tokens."""
+    """One step in the making. Whoever is added first gets first of what is left: rows, block ids, observed tokens, copies.
 
-    def __init__(self, step_id: int, track: Track, *, max_lanes: int) -> None:
+    host: gives out the copies that the step's changes need.
+    """
+
+    def __init__(self, step_id: int, track: Track, host: HostTier, *, max_lanes: int) -> None:
         self._step_id = step_id
         self._track = track
+        self._host = host
+        self._copies: list[BlockCopy] = []
         self._lanes: list[Lane] = []
         self._begins: list[SequenceBegin] = []
         self._appends: list[BlockAppend] = []
@@ -26,6 +34,7 @@ class StepBuilder:
         # Every decoding lane may need a block in the same round.
         self._blocks_left = max(BLOCKS_PER_STEP, max_lanes)
         self._observed_left = OBSERVED_PER_STEP
+        self._restores_left = RESTORES_PER_STEP
 
     @property
     def rows_left(self) -> int:
@@ -45,7 +54,7 @@ class StepBuilder:
 
     def add(self, sequence: Sequence) -> None:
         """Adds as many of the sequence's next rows as fit; none while the shards still lack restored tokens or blocks before them."""
-        if not self._send_observed(sequence):
+        if not all([self._send_observed(sequence), self._send_restored(sequence)]):  # a list: both get on
             return
         residence = sequence.residence
         num_rows = chunk_rows(
@@ -73,25 +82,39 @@ class StepBuilder:
             residence.num_observed = stop
         return residence.num_observed == residence.num_restored
 
+    def _send_restored(self, sequence: Sequence) -> bool:
+        """Whether all state before the first row is on the device, as far as steps have been told. Another sequence may have seen to it."""
+        residence = sequence.residence
+        num_blocks = residence.num_restored // residence.table.block_size
+        while residence.num_blocks_filled < num_blocks and self._restores_left:
+            copies = self._host.before_read(residence.table.block_ids[residence.num_blocks_filled])
+            self._copies += copies
+            self._restores_left -= bool(copies)
+            residence.num_blocks_filled += 1
+        return residence.num_blocks_filled == num_blocks
+
     def _send_blocks(self, sequence: Sequence, num_positions: int) -> int:
         """Sends what the shards lack of the table for so many positions; returns for how many positions they have it then."""
         residence = sequence.residence
         start = residence.num_blocks_sent
         stop = min(blocks_for(num_positions, residence.table.block_size), start + self._blocks_left)
         if stop > start:
-            self._appends.append(BlockAppend(residence.seq_id, tuple(residence.table.block_ids[start:stop])))
+            block_ids = residence.table.block_ids[start:stop]
+            self._copies += self._host.before_write(block_ids)
+            self._appends.append(BlockAppend(residence.seq_id, tuple(block_ids)))
             self._blocks_left -= stop - start
             residence.num_blocks_sent = stop
         return residence.num_blocks_sent * residence.table.block_size
 
     def build(self, ends: tuple[int, ...]) -> Step | None:
         """The step; None when there is nothing to compute or to tell ahead of it."""
-        if not (self._lanes or self._begins or self._appends or self._observed):
+        if not (self._lanes or self._copies or self._begins or self._appends or self._observed):
             return None
         return Step(
             step_id=self._step_id,
             track=self._track.name,
             lanes=tuple(self._lanes),
+            copies=tuple(self._copies),
             begins=tuple(self._begins),
             appends=tuple(self._appends),
             observed=tuple(self._observed),

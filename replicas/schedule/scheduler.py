@@ -12,6 +12,9 @@ Figures of requests (running, waiting, prompt tokens, preemptions) leave it out.
 Where prompts have a track of their own, a sequence moves to the one that decodes when all its tokens are known and computed and no step in
 flight reads it; after a preemption it begins with the other again.
 
+Kept blocks that make room for others may live on in a host tier (`cache/tier.py`). A sequence that finds its prefix there gets new blocks for it at
+once, and steps say what is copied into them before its first row.
+
 Nothing that a step in flight on any track reads is freed: a sequence that has left its lane keeps blocks and lane until its last step is committed.
 """
 
@@ -23,6 +26,7 @@ from typing import NamedTuple
 from espalier.replicas.cache.blocks import BlockPool
 from espalier.replicas.cache.prefix import KVPrefix, PrefixChain, StateKind, longest_common, root_key
 from espalier.replicas.cache.table import BlockTable, blocks_for
+from espalier.replicas.cache.tier import HostTier
 from espalier.replicas.config import EngineConfig, resolved
 from espalier.replicas.request import Request
 from espalier.replicas.schedule.builder import StepBuilder
@@ -61,7 +65,7 @@ class Scheduler:
         self._config = resolved(config)
         self._info = info
         self._stats = stats
-        self.pool = BlockPool(info.num_blocks) if pool is None else pool
+        self.pool = BlockPool(info.num_blocks, HostTier(info.num_host_slots)) if pool is None else pool
         self._kv = KVPrefix(self.pool)
         self._other_kinds = other_kinds
         self._root = root_key(info.weights_id, info.numerics_id, info.block_size)
@@ -124,7 +128,7 @@ class Scheduler:
 
     def plan(self, track: Track) -> Step | None:
         """The next step of this track; None when there is nothing to do on it."""
-        builder = StepBuilder(self._next_step_id, track, max_lanes=self._config.max_lanes)
+        builder = StepBuilder(self._next_step_id, track, self.pool.host, max_lanes=self._config.max_lanes)
         if self._alone is not None and self._queue.head() is not None:
             self._leave(self._alone, Status.PREEMPTED)
         decoding = [sequence for sequence in self._running if sequence.decodes]
@@ -191,19 +195,22 @@ class Scheduler:
             return None
         position = self._restorable(sequence)
         shared = self._kv.blocks(sequence.chain, position)
-        num_new = blocks_for(sequence.num_tokens, self._info.block_size) - len(shared)
+        num_blocks = blocks_for(sequence.num_tokens, self._info.block_size)
+        num_new = num_blocks - len(shared)
         # A block of room for each that runs already, lest the newcomer be preempted at once.
         if num_new + self.pool.num_idle(shared) + len(self._running) > self.pool.num_free:
             assert self._residents, "a sequence that cannot fit even alone was accepted"
             return None
         table = BlockTable(self._info.block_size)
         table.append(self._kv.hold(sequence.chain, position))
-        table.append(self.pool.allocate(num_new))
+        table.append(self.pool.allocate(num_blocks - len(table.block_ids)))
         if sequence.cached_tokens is None and not sequence.request.alone:
             self._stats.prompt_tokens += sequence.prompt_len
             if self._uses_prefixes(sequence):
                 self._stats.prefix_queries += sequence.prompt_len
                 self._stats.prefix_hits += min(position, sequence.prompt_len)
+                on_device = len(shared) * self._info.block_size
+                self._stats.prefix_host_hits += max(min(position, sequence.prompt_len) - on_device, 0)
         self._queue_of(sequence).remove(sequence)
         sequence.admit(
             Residence(
@@ -213,7 +220,7 @@ class Scheduler:
                 num_restored=position,
                 num_planned=position,
                 num_computed=position,
-                num_published=len(shared),
+                num_published=position // self._info.block_size,
             )
         )
         self._residents[sequence.residence.seq_id] = sequence

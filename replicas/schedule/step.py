@@ -5,6 +5,7 @@ Its size is bounded whatever the context length: prompts come in chunks, a long 
 
 from dataclasses import dataclass
 
+from espalier.replicas.cache.tier import BlockCopy
 from espalier.replicas.request import SamplingParams, TokenLogprobs
 
 
@@ -59,7 +60,11 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One round. Order of effect: ends, begins, appends, observed, then the lanes' rows.
+    """One round. Order of effect: copies, ends, begins, appends, observed, then the lanes' rows.
+
+    copies: between blocks and host slots, to be made in their order, and after those of earlier steps; done before any row of this step or a later
+    one, on any track. No step in flight touches their blocks. They are made even where the step's rows fail; a shard that fails to make one
+    fails every later step.
 
     Steps of two tracks may run side by side, but shards take over their changes in the order of submission. All but `ends` concern sequences of
     the step's own track; a sequence changes its track, ends or is begun anew only when no step in flight reads it, and no TokenRef leaves a track.
@@ -70,6 +75,7 @@ class Step:
     step_id: int
     track: str
     lanes: tuple[Lane, ...]
+    copies: tuple[BlockCopy, ...] = ()
     begins: tuple[SequenceBegin, ...] = ()
     appends: tuple[BlockAppend, ...] = ()
     observed: tuple[Observed, ...] = ()

@@ -56,6 +56,8 @@ def device_figures() -> DeviceFigures:
 def busy_stats() -> EngineStats:
     stats = EngineStats(running=3, waiting=2, kv_usage=0.25, prompt_tokens=700, generation_tokens=90, steps=40)
     stats.prefix_queries, stats.prefix_hits = 700, 256
+    stats.host_blocks, stats.host_blocks_used, stats.prefix_host_hits = 64, 48, 128
+    stats.host_saves, stats.host_restores, stats.host_evictions = 60, 8, 12
     stats.prefill_rows, stats.decode_rows, stats.preemptions = 444, 86, 1
     stats.finished[FinishReason.STOP] = 5
     for seconds in (0.0005, 0.3, 0.3, 9999.0):

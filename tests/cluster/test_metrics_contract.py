@@ -55,6 +55,10 @@ COUNTERS = {
     "espalier_generation_tokens",
     "espalier_prefix_cache_queries",
     "espalier_prefix_cache_hits",
+    "espalier_prefix_cache_host_hits",
+    "espalier_host_cache_saves",
+    "espalier_host_cache_restores",
+    "espalier_host_cache_evictions",
     "espalier_num_preemptions",
     "espalier_rounds",
     "espalier_prefill_rows",
@@ -67,6 +71,8 @@ GAUGES_AT_REST = {
     "espalier_model_ready_replicas": 2.0,
     "espalier_model_configured_replicas": 2.0,
     "espalier_gateway_api_keys": 1.0,
+    "espalier_host_cache_blocks": 0.0,
+    "espalier_host_cache_blocks_used": 0.0,
     "espalier_build_info": 1.0,
 }
 OTHER_GAUGES = {"espalier_replica_progress_timestamp_seconds"}

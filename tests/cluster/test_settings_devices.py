@@ -72,3 +72,17 @@ def test_a_model_on_gpus_asks_for_some() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         ServedModel(name="a", engine=EngineConfig(model_path=Path("m"), device="cuda"))
     assert caught.value.param == "num_gpus"
+
+
+def test_a_part_beside_whole_gpus_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"^gpus: must be a whole number where it is more than 1$"):
+        placed(8, gpus=1.5)
+    assert placed(8, gpus=2) == ("cuda", 4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [({}, 0.9), ({"gpus": 0.5}, 0.45), ({"gpus": 0.5, "memory_share": 0.3}, 0.3)]
+)
+def test_replicas_that_share_a_gpu_share_its_memory(said: dict[str, float], expected: float) -> None:
+    (model,) = compose(merge(read_mapping({"model": "/a", **said}, ""), {}), _locate, num_gpus=2).models
+    assert model.engine.memory_share == expected

@@ -76,6 +76,13 @@ def test_check_counts_the_gpus_that_replicas_ask_for(tiny: Path, capsys: pytest.
     assert capsys.readouterr().err.startswith("espalier: gpus: all replicas ask for 2000, and this machine has ")
 
 
+def test_check_counts_the_memory_that_replicas_ask_for(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--model", str(tiny), "--replicas", "2", "--host-kv-gb", "50000.5"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "espalier: host_kv_gb: all replicas ask for 100001 GiB, and this machine "
+    )
+
+
 def test_check_refuses_a_broken_checkpoint_by_file(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,6 +135,7 @@ def test_every_option_arrives_where_it_is_read(option, read, tmp_path: Path) -> 
         "audit_share": 0.5,
         "tracks": 2,
         "memory_share": 0.5,
+        "gpus": 2,
     }
     values |= {"trace_endpoint": "http://collector:4317", "trace_ratio": 0.5}
     samples: dict[type, Any] = {bool: not option.default, int: 64, float: 2.5, str: "word"}
@@ -142,6 +143,8 @@ def test_every_option_arrives_where_it_is_read(option, read, tmp_path: Path) -> 
     content = {"model": "/models/m"} | {option.name: value}
     if option.name == "batch_tokens":
         content["max_lanes"] = 1
+    if option.name == "nvtx":
+        content["device"] = "cuda"
     args = args_of(read(yaml.safe_dump(content)).serve_config)
     whole = config_of(tmp_path / "serve.yaml")
     gateway, _ = read_args(args.pop("espalier-gateway"))

@@ -136,6 +136,10 @@ def test_a_string_stays_a_string_or_is_refused_with_its_path(path: tuple[str, ..
         (changed(resources={"limit": {}}), "at '/models/0/resources': additional properties 'limit' not allowed"),
         (changed(resources={"limits": {"memory": "1Gib"}}), "at '/models/0/resources/limits/memory': "),
         (changed(shm={"size": "8Gi"}), "models[0].shm.size: 8Gi is more than resources.limits.memory, 4Gi"),
+        (
+            changed(options={"host_kv_gb": 4.5}),
+            "models[0].options.host_kv_gb: 4.5 GiB are more than resources.limits.memory, 4Gi",
+        ),
         ({"head": {"shm": {"size": "5G"}}}, "head.shm.size: 5G is more than resources.limits.memory, 4Gi"),
         ({"gateway": {"shm": {"size": "64Mi"}}}, "gateway.shm.size: 64Mi is less than the 80Mi of Ray's object store"),
         (changed(source={"hostPath": "/"}), "at '/models/0/source/hostPath': "),

@@ -17,7 +17,7 @@ AMPERE = DeviceClass((8, 6), 84, 101376, triton=True, gluon=True)
 BLACKWELL = DeviceClass((12, 0), 170, 101376, triton=True, gluon=True)
 UNKNOWN_TRITON = DeviceClass((9, 0), 132, 232448, triton=True, gluon=False)
 CPU = DeviceClass()
-ROWS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 127, 128, 129, 256, 1000, 2048, 8192]
+ROWS = [1, 2, 8, 16, 17, 32, 33, 64, 65, 127, 128, 129, 256, 1000, 1535, 1536, 2048, 8192]
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -34,6 +34,18 @@ def test_wgmma_is_for_hopper() -> None:
     for device in (AMPERE, BLACKWELL):
         assert possible_forms(device) == (Form.PLAIN, Form.ROWS_MMA, Form.PROMPT_MMA)
     assert possible_forms(CPU) == ()
+
+
+@pytest.mark.parametrize("out_features", [1024, 17408])
+def test_weights_are_decoded_once_where_rows_are_many(out_features: int) -> None:
+    pytest.importorskip("triton")
+    assert choose_form(HOPPER, 1535, out_features) is Form.PROMPT_WGMMA
+    assert choose_form(HOPPER, 1536, out_features) is Form.PROMPT_DECODED
+    # Only calls of so many rows want the memory of decoded weights.
+    in_registers, decoded = (load_form(form) for form in (Form.PROMPT_WGMMA, Form.PROMPT_DECODED))
+    most = scratch_for(HOPPER, 5120, (out_features,), 1535)
+    assert most.partials == in_registers.scratch_size(5120, (out_features,), 1535).partials
+    assert scratch_for(HOPPER, 5120, (out_features,), 1536) == most | decoded.scratch_size(5120, (out_features,), 1536)
 
 
 @pytest.mark.parametrize("device", [HOPPER, AMPERE, UNKNOWN_TRITON], ids=["hopper", "ampere", "plain"])

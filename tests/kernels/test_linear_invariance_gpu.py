@@ -59,7 +59,7 @@ def test_the_api_at_every_row_count_and_threshold(shape: tuple[int, int]) -> Non
     group, x = group_of(shape), inputs(shape[0])
     borders = [last for last, _ in thresholds(device_class(x.device), shape[1])]
     counts = sorted({*(ROWS if shape == NARROW else ()), *(last + step for last in borders for step in (-1, 0, 1))})
-    rows = 8192 if shape == NARROW else 1000
+    rows = 8192 if shape == NARROW else 1600
     whole = call(x[:rows], group)
     assert not whole.isnan().any()
     for count in counts:
@@ -156,7 +156,7 @@ def test_a_group_equals_its_members() -> None:
             assert equal(run_form(form, x[:rows], group, torch.float32), alone[:rows]), (form, rows)
 
 
-@pytest.mark.parametrize("rows", [2, 17, 64, 129, 300])
+@pytest.mark.parametrize("rows", [2, 17, 64, 129, 300, 1600])
 def test_captured_equals_eager(rows: int) -> None:
     group, x = group_of(NARROW), inputs(NARROW[0])
     eager = call(x[:rows], group, torch.float16)
@@ -180,7 +180,7 @@ def test_captured_equals_eager(rows: int) -> None:
 
 def test_no_call_allocates() -> None:
     group, x = group_of(NARROW), inputs(NARROW[0])
-    for rows in (1, 17, 64, 129, 300):
+    for rows in (1, 17, 64, 129, 300, 1600):
         memory = workspace(group, rows)
         out = torch.empty(rows, NARROW[1], dtype=torch.float16, device="cuda")
         exl3_linear(x[:rows], group, out=out, **memory)

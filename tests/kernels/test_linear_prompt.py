@@ -252,6 +252,7 @@ def test_form_on_decoded_weights_overlaps_and_does_not_spill(out: str) -> None:
     # Three consumers, each with four products in its loop; a wait in the loop and one behind it.
     assert sum(opcode.startswith("HGMMA") for opcode in opcodes) == 12
     assert opcodes.count("WARPGROUP.DEPBAR.LE") == 6
+    assert not code.overwritten_operands()
 
 
 @needs_triton

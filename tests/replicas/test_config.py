@@ -42,6 +42,8 @@ def test_more_lanes_than_rows_by_default_get_rows() -> None:
         (CPU, {"tracks": 0}),
         (CPU, {"tracks": 3}),
         (CPU, {"decode_gap_ms": 0.0}),
+        (CPU, {"host_kv_gb": -0.5}),
+        (GPU, {"prefix_cache": False, "host_kv_gb": 1.0}),
         (CPU, {"memory_share": 0.0}),
         (CPU, {"memory_share": 1.1}),
         (CPU, {"max_steps_in_flight": 3}),

@@ -15,7 +15,7 @@ from espalier.replicas import shard as shard_module
 from espalier.replicas.config import EngineConfig
 from espalier.replicas.detokenizer import TextDecoder
 from espalier.replicas.engine import Engine
-from espalier.replicas.errors import RequestFailedError
+from espalier.replicas.errors import InvalidRequestError, RequestFailedError
 from espalier.replicas.group import LocalShardGroup
 from espalier.replicas.request import Request, SamplingParams
 from espalier.replicas.shard import Shard
@@ -23,8 +23,11 @@ from espalier.replicas.tokenizer import Tokenizer
 from tests.support.engine_runs import EngineRun, running
 from tests.support.rounds import make_request
 from tests.support.tiny import make_tiny_checkpoint
+from tests.support.waiting import wait_until
 
 MAX_TOKENS = 16
+# A host tier of some hundred blocks.
+HOST_GB = 0.01
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, top_k=50, min_p=0.01, seed=7, max_tokens=MAX_TOKENS)
 PENALIZED = SamplingParams(
@@ -64,6 +67,7 @@ class Models:
         tracks: int = 1,
         batch_tokens: int = 64,
         prefix_cache: bool = True,
+        host_kv_gb: float = 0.0,
         text: TextDecoder | None = None,
     ) -> Iterator[EngineRun]:
         config = EngineConfig(
@@ -74,6 +78,7 @@ class Models:
             max_steps_in_flight=depth,
             tracks=tracks,
             prefix_cache=prefix_cache,
+            host_kv_gb=host_kv_gb,
             cpu_threads=1,
             cache_dir=self.cache_dir,
         )
@@ -150,6 +155,63 @@ def test_cold_is_warm_is_after_eviction_at_every_tail(models: Models, kind: str)
             cached = [finish.usage.cached_tokens for finish in finishes if finish is not None]
             assert cached == [0, (len(prompt) - 1) // 16 * 16, 0]
         models.assert_exact(run)
+
+
+@pytest.mark.parametrize("tracks", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_back_from_the_host_is_what_was_computed(models: Models, kind: str, tracks: int) -> None:
+    """Prompts and replies that evict each other from a cache of 512 tokens, with room for all of them on the host."""
+    with models.run(kv_tokens=512, host_kv_gb=HOST_GB, tracks=tracks) as run:
+        for tail in (0, 1, 16, 129):
+            prompt = prompt_of(tail, 64 + tail)
+            (cold,) = run.run(make_request(f"cold {tail}", prompt, params=KINDS[kind]))
+            turn = [*prompt, *cold.token_ids, *prompt_of(7, 5)]
+            for number in range(2):
+                run.run(make_request(f"other {tail} {number}", prompt_of(300 + tail + number, 500), params=FILLING))
+                run.run(make_request(f"back {tail} {number}", prompt, params=KINDS[kind]))
+            run.run(make_request(f"other {tail}", prompt_of(300 + tail, 500), params=FILLING))
+            run.run(make_request(f"turn {tail}", turn, params=KINDS[kind]))
+            finishes = [run.answers[name].finish for name in (f"back {tail} 0", f"back {tail} 1", f"turn {tail}")]
+            cached = [finish.usage.cached_tokens for finish in finishes if finish is not None]
+            whole = (len(prompt) - 1) // 16 * 16
+            # A reply's last token is computed by the next turn.
+            assert cached == [whole, whole, (len(prompt) + len(cold.token_ids) - 1) // 16 * 16]
+        stats = run.engine.stats()
+        assert stats.prefix_host_hits == 16 * stats.host_restores > 0.9 * stats.prefix_hits
+        assert 0 < stats.host_saves <= stats.host_blocks_used <= stats.host_blocks and stats.host_evictions == 0
+        models.assert_exact(run)
+
+
+@pytest.mark.parametrize("host_kv_gb", [HOST_GB, 12 / 2**15])
+@pytest.mark.parametrize(("depth", "tracks"), [(1, 1), (2, 1), (2, 2)])
+def test_a_crowd_that_evicts_its_own_prefixes_is_exact(
+    models: Models, depth: int, tracks: int, host_kv_gb: float
+) -> None:
+    """With room for all on the host, and for 12 blocks; some of the crowd leave. Nothing is held when all have ended."""
+    with models.run(kv_tokens=160, depth=depth, tracks=tracks, host_kv_gb=host_kv_gb) as run:
+        for wave in range(3):
+            for i in range(6):
+                params = replace(SAMPLED if i % 2 else GREEDY, max_tokens=40, ignore_eos=True)
+                run.submit(make_request(f"{wave}.{i}", prompt_of(i % 4, 60 + 3 * i), params=params))
+            run.engine.abort(f"{wave}.4")
+            run.wait_tokens(f"{wave}.5", 3)
+            run.engine.abort(f"{wave}.5")
+            run.wait()
+        models.assert_exact(run, *(f"{wave}.{i}" for wave in range(3) for i in range(4)))
+        stats, scheduler = run.engine.stats(), run.engine._scheduler
+        assert stats.preemptions > 0 and stats.host_restores > 0
+        assert (stats.host_evictions > 0) == (stats.host_blocks == 12)
+        wait_until(lambda: scheduler.pool.num_free == scheduler.pool.num_blocks, "all blocks are free")
+        scheduler.check()
+        assert scheduler.pool.host.num_claimed == 0
+
+
+def test_a_host_tier_that_does_not_fit_is_refused_before_weights_are_read(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_module, "load_decoder", None)
+    with pytest.raises(InvalidRequestError, match=r"host_kv_gb: 1e\+06 GiB do not fit"), models.run(host_kv_gb=1e6):
+        pass
 
 
 @pytest.mark.parametrize(("depth", "tracks"), [(1, 1), (2, 1), (2, 2)])

@@ -30,6 +30,7 @@ operation = st.one_of(
 @given(
     operations=st.lists(operation, min_size=5, max_size=60),
     num_blocks=st.integers(6, 12),
+    num_host_slots=st.sampled_from([0, 1, 4, 30]),
     max_lanes=st.integers(1, 5),
     spare_rows=st.integers(0, 40),
     depth=st.sampled_from([1, 2]),
@@ -41,6 +42,7 @@ operation = st.one_of(
 def test_any_history_is_exact(
     operations: list[tuple[object, ...]],
     num_blocks: int,
+    num_host_slots: int,
     max_lanes: int,
     spare_rows: int,
     depth: int,
@@ -52,7 +54,7 @@ def test_any_history_is_exact(
     def fault(step: Step, lane: Lane) -> str | None:
         return "broken" if lane.seq_id in failing and lane.start > 20 else None
 
-    info = fake_info(num_blocks=num_blocks, vocab_size=211, round_ms=round_ms)
+    info = fake_info(num_blocks=num_blocks, vocab_size=211, round_ms=round_ms, num_host_slots=num_host_slots)
     shard = FakeShard(info, max_lanes=max_lanes, fault=fault)
     config = fake_config(
         max_lanes=max_lanes,
@@ -99,7 +101,7 @@ def test_any_history_is_exact(
 @pytest.mark.parametrize("seed", range(12))
 def test_a_crowd_in_a_tiny_pool_is_exact(seed: int) -> None:
     draw = random.Random(seed)
-    shard = FakeShard(fake_info(num_blocks=8, vocab_size=211), max_lanes=5)
+    shard = FakeShard(fake_info(num_blocks=8, vocab_size=211, num_host_slots=seed % 3 * 7), max_lanes=5)
     rounds = Rounds(fake_config(max_lanes=5, batch_tokens=24, tracks=1 + seed % 2), shard)
     for number in range(14):
         params = SamplingParams(
@@ -115,3 +117,5 @@ def test_a_crowd_in_a_tiny_pool_is_exact(seed: int) -> None:
     rounds.finish(max_rounds=5000, overtaking=seed % 4 == 1)
     rounds.assert_exact()
     assert rounds.stats.preemptions >= 3
+    host = rounds.scheduler.pool.host
+    assert (host.num_restores > 0) == (host.num_slots > 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from espalier.replicas.cache.blocks import BlockPool
+from espalier.replicas.cache.tier import BlockCopy, HostTier
 from espalier.replicas.config import EngineConfig
 from espalier.replicas.request import Request, SamplingParams, TokenLogprobs
 from espalier.replicas.schedule.step import (
@@ -31,6 +32,7 @@ def fake_info(
     vocab_size: int = 997,
     eos: tuple[int, ...] = (0,),
     round_ms: tuple[tuple[int, float], ...] = (),
+    num_host_slots: int = 0,
 ) -> ShardInfo:
     """Facts of a fake shard."""
     return ShardInfo(
@@ -42,6 +44,7 @@ def fake_info(
         weights_id="weights",
         numerics_id="numerics",
         quantization="none",
+        num_host_slots=num_host_slots,
         round_ms=round_ms,
     )
 
@@ -131,6 +134,8 @@ class FakeShard:
         self.steps: list[Step] = []
         self.commits: list[StepCommit] = []
         self._storage = [GARBAGE] * (info.num_blocks * info.block_size)
+        self._left: dict[int, list[int]] = {}  # what a block held when it got a new holder, until that one writes to it
+        self._host = [[GARBAGE] * info.block_size for _ in range(info.num_host_slots)]
         self._known: dict[int, _Known] = {}
         self._ever: set[int] = set()
         self._sampled: dict[TokenRef, int] = {}
@@ -138,10 +143,28 @@ class FakeShard:
         self._last_taken = -1
 
     def poison(self, block_ids: list[int]) -> None:
-        """Overwrites blocks at the moment when they get a new holder, whatever steps are still to run."""
-        size = self.info.block_size
+        """Overwrites blocks at the moment when they get a new holder, whatever steps are still to run. Only a copy to the host may still read
+        what was there."""
         for block_id in block_ids:
-            self._storage[block_id * size : (block_id + 1) * size] = [GARBAGE] * size
+            content = self._storage[self._places(block_id)]
+            if GARBAGE not in content:
+                self._left[block_id] = content
+            self._storage[self._places(block_id)] = [GARBAGE] * self.info.block_size
+
+    def _places(self, block_id: int) -> slice:
+        return slice(block_id * self.info.block_size, (block_id + 1) * self.info.block_size)
+
+    def _copy(self, copy: BlockCopy) -> None:
+        left = self._left.pop(copy.block_id, None)
+        if copy.restores:
+            self._require(
+                GARBAGE not in self._host[copy.slot], f"host slot {copy.slot} is restored, but was never saved"
+            )
+            self._storage[self._places(copy.block_id)] = self._host[copy.slot]
+        else:
+            content = self._storage[self._places(copy.block_id)] if left is None else left
+            self._require(GARBAGE not in content, f"block {copy.block_id} is saved, but what it held is overwritten")
+            self._host[copy.slot] = content
 
     def commit(self, commit: StepCommit) -> None:
         self.commits.append(commit)
@@ -151,6 +174,8 @@ class FakeShard:
         if step.step_id <= self._last_taken:
             return
         self._last_taken = step.step_id
+        for copy in step.copies:
+            self._copy(copy)
         for seq_id in step.ends:
             self._known.pop(seq_id, None)
         for begin in step.begins:
@@ -196,6 +221,7 @@ class FakeShard:
         tokens = [self._sampled[token] if isinstance(token, TokenRef) else token for token in lane.tokens]
         for position, token in enumerate(tokens, start=lane.start):
             self._storage[self._slot(known, position)] = token
+            self._left.pop(known.table[position // self.info.block_size], None)
         if params.needs_history:
             self._require(
                 len(known.history) == lane.start, f"sequence {lane.seq_id}: {len(known.history)} tokens observed"
@@ -225,7 +251,7 @@ class PoisoningPool(BlockPool):
     """A pool whose blocks lose their content when they get a new holder."""
 
     def __init__(self, shard: FakeShard) -> None:
-        super().__init__(shard.info.num_blocks)
+        super().__init__(shard.info.num_blocks, HostTier(shard.info.num_host_slots))
         self._shard = shard
 
     def allocate(self, count: int) -> list[int]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from espalier.replicas.batch import LaneRows, make_batch
+from espalier.replicas.cache.tier import BlockCopy
 from espalier.replicas.request import SamplingParams
 from espalier.replicas.schedule.step import BlockAppend, Lane, SampledToken, SequenceBegin, Step
 from espalier.replicas.shard import Shard
@@ -56,11 +57,12 @@ class StepDriver:
         begins: tuple[SequenceBegin, ...] = (),
         appends: tuple[BlockAppend, ...] = (),
         ends: tuple[int, ...] = (),
+        copies: tuple[BlockCopy, ...] = (),
     ) -> dict[int, tuple[SampledToken, ...]]:
         """Tokens by sequence; no sequence may fail."""
         self._step_id += 1
         result = self.shard.execute(
-            Step(self._step_id, "test", tuple(lanes), begins=begins, appends=appends, ends=ends)
+            Step(self._step_id, "test", tuple(lanes), copies, begins=begins, appends=appends, ends=ends)
         )
         assert not result.failed, result.failed
         return result.sampled

@@ -117,6 +117,7 @@ class Rounds:
         assert all(sequence.status is Status.ENDED for sequence in self.sequences.values()), "no progress"
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+        assert self.scheduler.pool.host.num_claimed == 0
         assert self.shard.violations == []
 
     def run(self, *requests: Request) -> None:

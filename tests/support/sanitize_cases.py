@@ -22,6 +22,7 @@ FORM_ROWS = {
     "rows_wgmma": (33, 100),
     "prompt_mma": (3, 130),
     "prompt_wgmma": (130, 300),
+    "prompt_decoded": (130, 300),
 }
 
 

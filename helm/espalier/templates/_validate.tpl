@@ -76,6 +76,7 @@
 {{- $_ := set $slugs $slug .name -}}
 {{- $group := include "espalier.group" (list $ .) | fromJson -}}
 {{- include "espalier.validateShm" (list $where $group) -}}
+{{- include "espalier.validateHostTier" (list $where . $group) -}}
 {{- if gt (int (include "espalier.replicas" .)) (int $group.maxReplicas) -}}
 {{- fail (printf "%s.options.replicas: is more than maxReplicas" $where) -}}
 {{- end -}}
@@ -204,6 +205,16 @@
 {{- with dig "limits" "memory" "" ((index . 1).resources) -}}
 {{- if gt (include "espalier.bytes" $size | float64) (include "espalier.bytes" . | float64) -}}
 {{- fail (printf "%s.shm.size: %s is more than resources.limits.memory, %v, which it counts against" (index $ 0) $size .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The host tier of the KV cache is memory of the pod. Takes (list path model group). */}}
+{{- define "espalier.validateHostTier" -}}
+{{- $size := dig "options" "host_kv_gb" 0 (index . 1) -}}
+{{- with dig "limits" "memory" "" ((index . 2).resources) -}}
+{{- if gt (mulf $size 1073741824) (include "espalier.bytes" . | float64) -}}
+{{- fail (printf "%s.options.host_kv_gb: %v GiB are more than resources.limits.memory, %v, which they count against" (index $ 0) $size .) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

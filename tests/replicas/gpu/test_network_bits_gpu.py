@@ -5,13 +5,16 @@ many rounds in many compositions find what happens once in some thousand launche
 """
 
 import random
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from espalier.deploy.random_model.shapes import SHAPES
 from espalier.replicas.gpu.rounds import RoundShapes
-from tests.support.random_network import NetworkRuns, Rows, model_config, random_network
+
+if TYPE_CHECKING:  # it needs Triton
+    from tests.support.random_network import NetworkRuns, Rows
 
 pytestmark = pytest.mark.gpu
 
@@ -21,12 +24,14 @@ PROMPTS = 8  # of the slots
 PROMPT_LEN = 300
 LAYERS = 3
 SHAPES_OF_ROUNDS = RoundShapes(
-    decode_rows=(1, 16, 64), mixed_rows=(64, 256, 1024, 2048), contexts=(CONTEXT,), max_lanes=SLOTS
+    decode_rows=(1, 16, 64), mixed_rows=(64, 256, 1024, 2048), mixed_lanes=(8, SLOTS), contexts=(CONTEXT,)
 )
 
 
 @pytest.fixture(scope="module", params=["qwen3-8b", "qwen3-27b"])
-def runs(request: pytest.FixtureRequest) -> NetworkRuns:
+def runs(request: pytest.FixtureRequest) -> "NetworkRuns":
+    from tests.support.random_network import NetworkRuns, model_config, random_network
+
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     config = model_config(SHAPES[request.param], LAYERS)
@@ -35,11 +40,13 @@ def runs(request: pytest.FixtureRequest) -> NetworkRuns:
     return found
 
 
-def decode_row(slot: int) -> Rows:
+def decode_row(slot: int) -> "Rows":
+    from tests.support.random_network import Rows
+
     return Rows(slot, 400 + 9 * slot, (7 * slot + 1,))
 
 
-def test_decode_rows_in_company(runs: NetworkRuns) -> None:
+def test_decode_rows_in_company(runs: "NetworkRuns") -> None:
     rows = [decode_row(slot) for slot in range(SLOTS)]
     alone = torch.stack([runs.run([row])[0].clone() for row in rows])
     caches = [runs.cache_of(row.slot, row.start + 1) for row in rows]
@@ -51,7 +58,9 @@ def test_decode_rows_in_company(runs: NetworkRuns) -> None:
         assert torch.equal(runs.cache_of(row.slot, row.start + 1), cache), f"the cache of slot {row.slot}"
 
 
-def test_prompts_however_they_are_cut(runs: NetworkRuns) -> None:
+def test_prompts_however_they_are_cut(runs: "NetworkRuns") -> None:
+    from tests.support.random_network import Rows
+
     draw = random.Random(2)
     prompts = [tuple(draw.randrange(100_000) for _ in range(PROMPT_LEN)) for _ in range(PROMPTS)]
     others = {slot: decode_row(slot) for slot in range(PROMPTS, SLOTS)}
@@ -81,8 +90,10 @@ def test_prompts_however_they_are_cut(runs: NetworkRuns) -> None:
             assert torch.equal(runs.cache_of(slot, PROMPT_LEN), whole[slot][1]), f"the cache of prompt {slot}"
 
 
-def _cut(draw: random.Random, prompts: list[tuple[int, ...]], done: list[int]) -> list[Rows]:
+def _cut(draw: random.Random, prompts: list[tuple[int, ...]], done: list[int]) -> "list[Rows]":
     """The next pieces of some prompts, within the rows that a round has room for."""
+    from tests.support.random_network import Rows
+
     room = draw.choice((40, 64, 200, 256, 700, 1024, 2000))
     sizes = draw.choice(((1, 2, 5, 16, 17, 33, 64, 100), (PROMPT_LEN,)))
     lanes = []

@@ -1,0 +1,113 @@
+"""`python -m espalier.replicas.gpu.profile MODEL`: where the microseconds of a decode round go, on this machine's GPU. Parses, calls, prints."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from espalier.replicas.config import EngineConfig
+from espalier.replicas.errors import EngineError
+from espalier.replicas.gpu.profile.capture import profile_round, trace_of
+from espalier.replicas.gpu.profile.loop import TOKENS, LoopBench
+from espalier.replicas.gpu.profile.results import report, report_json
+from espalier.replicas.gpu.shard import GpuShard
+from espalier.replicas.request import SamplingParams
+
+OK, USAGE = 0, 2
+_BATCH_TOKENS = 512  # rows of a round of prompts: enough here, and fewer shapes to capture
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0, or 2 when the command cannot be carried out."""
+    args = _parser().parse_args(arguments)
+    try:
+        rows = tuple(int(part) for part in args.rows.split(","))
+    except ValueError:
+        return _refuse(f"--rows: {args.rows!r} is not a list of numbers")
+    if min(rows) < 1 or args.context <= TOKENS or args.repeats < 2:
+        return _refuse(f"--rows must be positive, --context over {TOKENS}, --repeats at least 2")
+    if args.loop and max(rows) * args.context > _BATCH_TOKENS * TOKENS // 2:
+        return _refuse("so many streams of that context never decode together; fewer of them, or --no-loop")
+    if not torch.cuda.is_available():
+        return _refuse("needs an NVIDIA GPU, and torch sees none")
+    try:
+        return _run(args, rows)
+    except EngineError as error:
+        return _refuse(str(error))
+
+
+def _run(args: argparse.Namespace, rows: Sequence[int]) -> int:
+    most = max(rows)
+    max_context = max(1024, args.context + TOKENS)
+    config = EngineConfig(
+        model_path=args.model,
+        device="cuda",
+        max_context=max_context,
+        max_lanes=most,
+        batch_tokens=max(most, _BATCH_TOKENS),
+        kv_tokens=most * max_context,
+        cache_dir=args.cache_dir,
+    )
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    if args.seeded:
+        params = SamplingParams(temperature=0.8, top_p=0.95, seed=1, ignore_eos=True)
+    trace_of(lambda: torch.zeros(1, device="cuda").add_(1))  # graphs are captured with the profiler's library loaded
+    shard = GpuShard(config)
+    rounds = []
+    for count in rows:
+        print(f"rounds of {count} rows", file=sys.stderr, flush=True)
+        rounds.append(profile_round(shard, count, args.context, params, repeats=args.repeats, eager=args.eager))
+    loops = []
+    if args.loop:
+        bench = LoopBench(config, shard)
+        try:
+            for count in rows:
+                print(f"the engine's loop with {count} streams", file=sys.stderr, flush=True)
+                loops.append(bench.measure(count, args.context, params))
+        finally:
+            bench.close()
+    setup = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "model": args.model.name,
+        "quantization": shard.info.quantization,
+        "numerics_id": shard.info.numerics_id,
+        "sampling": "seeded" if args.seeded else "greedy",
+        "context": args.context,
+        "commit": args.commit,
+    }
+    head = f"{args.model.name} ({shard.info.quantization}) on {setup['device']}, context {args.context}, {setup['sampling']}, commit {args.commit}"
+    print(report(head, rounds, loops), end="")
+    if args.json is not None:
+        args.json.write_text(report_json(setup, rounds, loops), encoding="utf-8")
+    return OK
+
+
+def _refuse(why: str) -> int:
+    print(f"espalier.replicas.gpu.profile: {why}", file=sys.stderr)
+    return USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m espalier.replicas.gpu.profile", description="Where the time of decode rounds goes on a GPU."
+    )
+    parser.add_argument("model", type=Path, metavar="FOLDER", help="the checkpoint")
+    parser.add_argument("--rows", default="1,8,64", metavar="N,N", help="rows of a round, or streams [%(default)s]")
+    parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of each sequence [%(default)s]")
+    parser.add_argument("--repeats", type=int, default=100, metavar="N", help="rounds that are timed [%(default)s]")
+    parser.add_argument("--seeded", action="store_true", help="temperature 0.8, top-p 0.95 instead of greedy")
+    parser.add_argument("--eager", action="store_true", help="show the profiler rounds launched kernel by kernel")
+    parser.add_argument(
+        "--loop", action=argparse.BooleanOptionalAction, default=True, help="also measure the engine's loop [yes]"
+    )
+    parser.add_argument("--cache-dir", type=Path, default=Path("~/.cache/espalier"), help="as of `espalier serve`")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--commit", default="unknown", help="what to record as the commit")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
