@@ -1,7 +1,6 @@
 """start_cluster: from a ClusterConfig to a cluster that answers, and back. What the `espalier serve` command and the tests call."""
 
 import contextlib
-import os
 import socket
 import sys
 import threading
@@ -24,6 +23,7 @@ from espalier.cluster.ray_runtime import RayOptions, RayRuntime
 from espalier.cluster.replica import LoadEngine
 from espalier.cluster.serve_apps import build_engine_app, build_gateway_app
 from espalier.cluster.served_text import load_text
+from espalier.replicas.cpus import usable_cpus
 from espalier.replicas.errors import CheckpointError, EngineError, InvalidRequestError
 
 POLL_S = 0.5
@@ -194,7 +194,7 @@ def _is_free(gateway: GatewayConfig, port: int) -> bool:
 
 def _with_threads(config: ClusterConfig) -> ClusterConfig:
     """Share this machine's cores among the replicas where nobody said how many threads each should have."""
-    share = max(1, (os.cpu_count() or 1) // sum(model.num_replicas for model in config.models))
+    share = max(1, usable_cpus() // sum(model.num_replicas for model in config.models))
 
     def shared(model: ServedModel) -> ServedModel:
         return replace(model, engine=replace(model.engine, cpu_threads=model.engine.cpu_threads or share))

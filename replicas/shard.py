@@ -5,7 +5,6 @@ lane, which is exact, since a row's bits do not depend on its company.
 """
 
 import logging
-import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from espalier.replicas.cache.host_copies import HostCopies, blocks_view
 from espalier.replicas.cache.host_memory import plan_host_slots
 from espalier.replicas.cache.storage import KVCache, kv_bytes_per_token, machine_memory_bytes, plan_memory
 from espalier.replicas.config import EngineConfig, resolved
+from espalier.replicas.cpus import usable_cpus
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.checkpoint import Checkpoint, open_checkpoint
 from espalier.replicas.model.fingerprint import check_record, fingerprint
@@ -71,7 +71,7 @@ class Shard:
             raise InvalidRequestError(
                 f"device: {config.device} is another shard's, see replicas/gpu/shard.py", param="device"
             )
-        torch.set_num_threads(config.cpu_threads or len(os.sched_getaffinity(0)))
+        torch.set_num_threads(config.cpu_threads or usable_cpus())
         cache_dir = config.cache_dir.expanduser()
         checkpoint = open_checkpoint(config.model_path.expanduser())
         identity = fingerprint(checkpoint)

@@ -21,6 +21,7 @@ import torch
 
 from espalier.kernels import ahead
 from espalier.kernels.device import DeviceClass
+from espalier.replicas.cpus import usable_cpus
 from espalier.replicas.gpu.rounds import RoundShapes
 from espalier.replicas.model.checkpoint import Checkpoint
 
@@ -71,7 +72,7 @@ class WarmUp:
         """Starts the processes, unless an earlier start has left everything in the cache, or nothing can be left there."""
         cache = ahead.cache_folder()
         mark = cache / f"espalier-{kernels_id(rounds, checkpoint)}"
-        num_processes = min(len(os.sched_getaffinity(0)) - 1, MAX_PROCESSES)
+        num_processes = min(usable_cpus() - 1, MAX_PROCESSES)
         is_compiled = rounds.device.capability > (0, 0)  # and not interpreted
         if not is_compiled or mark.exists() or num_processes < 1 or not _is_writable(cache):
             return WarmUp(None, None, 0)

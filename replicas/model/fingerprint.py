@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from espalier.replicas.cpus import usable_cpus
 from espalier.replicas.errors import CheckpointError, InvalidRequestError
 from espalier.replicas.model.checkpoint import Checkpoint
 from espalier.replicas.model.headers import TensorEntry
@@ -31,7 +32,7 @@ class Fingerprint:
 def fingerprint(checkpoint: Checkpoint) -> Fingerprint:
     """Reads every needed tensor once, several at a time."""
     needed = checkpoint.needed()
-    with ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(min(_THREADS, usable_cpus())) as threads:
         sums = threads.map(_crc32, needed)
         crc32 = {entry.name: crc for entry, crc in zip(needed, sums, strict=True)}
     described = hashlib.sha256((checkpoint.path / "config.json").read_bytes())

@@ -113,7 +113,7 @@ def warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     from espalier.replicas.gpu import warm_up
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(warm_up, "usable_cpus", lambda: 4)
     says(monkeypatch, warm_up, 'print(\'{"kernels": 7, "failures": []}\')')
     caplog.set_level(logging.INFO, warm_up.__name__)
     return warm_up
@@ -179,7 +179,7 @@ def test_the_command_says_what_stopped_it(
     from tests.support.kernel_lists import H200
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(warm_up, "usable_cpus", lambda: 2)
     rounds = dataclasses.replace(rounds_of(checkpoint, H200), model_path=tmp_path / "gone")
     WarmUp.begin(rounds, checkpoint).wait()
     (line,) = caplog.messages
@@ -247,7 +247,7 @@ def test_where_it_would_not_help(
     if reason == "interpreted":
         device = DeviceClass(triton=True)
     elif reason == "one core":
-        monkeypatch.setattr(warm_up.os, "sched_getaffinity", lambda pid: {0})
+        monkeypatch.setattr(warm_up, "usable_cpus", lambda: 1)
     else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
