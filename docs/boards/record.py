@@ -20,6 +20,8 @@ from tests.support.tiny import make_tiny_checkpoint
 RULES = Path(__file__).resolve().parents[2] / "helm/espalier/files/rules"
 SCRAPE_S = 5
 AUDIT_SHARE = 0.1
+# Of the tiny model, room for some seventy blocks: less than it is asked to keep.
+HOST_KV_GB = 0.0045
 # The rules look back five minutes: what is shown begins after the first phase.
 WARM_UP = Phase(seconds=330, clients=3, pause_s=0.3)
 SHOWN = (
@@ -52,7 +54,8 @@ async def _lose_one(served: served_process.Served) -> None:
 def main(folder: Path) -> None:
     """Leaves Prometheus' configuration and data in the folder, and `window.json`."""
     folder.mkdir(parents=True)
-    options = served_options(make_tiny_checkpoint(folder / "tiny"), folder / "cache") | {"audit_share": AUDIT_SHARE}
+    options = served_options(make_tiny_checkpoint(folder / "tiny"), folder / "cache")
+    options |= {"audit_share": AUDIT_SHARE, "host_kv_gb": HOST_KV_GB}
     with contextlib.ExitStack() as running:
         served = running.enter_context(served_process.serving(folder, options))
         rules = sorted(RULES.glob("*.yaml"))

@@ -179,7 +179,7 @@ def test_the_command_says_what_stopped_it(
     from tests.support.kernel_lists import H200
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_up, "usable_cpus", lambda: 2)
+    monkeypatch.setattr("espalier.replicas.gpu.warm_up.usable_cpus", lambda: 2)
     rounds = dataclasses.replace(rounds_of(checkpoint, H200), model_path=tmp_path / "gone")
     WarmUp.begin(rounds, checkpoint).wait()
     (line,) = caplog.messages
