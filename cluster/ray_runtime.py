@@ -41,11 +41,13 @@ SERVE_PORT = 8000
 class RayOptions:
     """address: an existing Ray cluster to join ("auto", or host:port); None starts one on this machine.
 
-    num_cpus: logical cores of the one started; None takes the machine's, or more if the replicas ask for more.
+    num_cpus: logical cores of the one started; None takes the machine's, or more if the replicas ask for more. num_gpus: its GPUs; None leaves
+    the count to Ray, which may not see what CUDA sees, and replicas would wait for what it misses.
     """
 
     address: str | None = None
     num_cpus: int | None = None
+    num_gpus: int | None = None
 
 
 class RayRuntime:
@@ -89,6 +91,7 @@ class RayRuntime:
         on_sigterm = signal.getsignal(signal.SIGTERM)
         ray.init(
             num_cpus=options.num_cpus or max(os.cpu_count() or 1, math.ceil(cpus_asked)),
+            num_gpus=options.num_gpus,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,

@@ -24,7 +24,7 @@ def checked_config(flags: Mapping[str, str], config_file: str | None) -> tuple[C
     Raises InvalidRequestError and CheckpointError for what can never start, DownloadError for what may start later.
     """
     settings = resolve(flags, os.environ, config_file=config_file)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = count_gpus()
     config = compose(settings, locate_model, num_gpus=gpus)
     if (key_file := config.gateway.api_key_file) is not None:
         try:
@@ -46,6 +46,11 @@ def checked_config(flags: Mapping[str, str], config_file: str | None) -> tuple[C
         with blamed_on(layer):
             check_model(model)
     return config, advice(config)
+
+
+def count_gpus() -> int:
+    """Of this machine, as far as CUDA shows them to this process."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_model(model: ServedModel) -> None:

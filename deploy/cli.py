@@ -95,7 +95,7 @@ def _serve_flags(args: argparse.Namespace) -> dict[str, str]:
 
 def _serve(args: argparse.Namespace) -> int:
     from espalier.cluster.logs import LogConfig, configure_logging
-    from espalier.deploy.check import checked_config
+    from espalier.deploy.check import checked_config, count_gpus
     from espalier.deploy.local import serve
 
     config, advice = checked_config(_serve_flags(args), args.config)
@@ -103,7 +103,7 @@ def _serve(args: argparse.Namespace) -> int:
     for sentence in advice:
         log.warning(sentence)
     try:
-        return serve(config)
+        return serve(config, count_gpus())
     except EngineError as error:
         # Whatever its kind: options and headers were fine, so it is this start that failed.
         return _failed(error, 1)

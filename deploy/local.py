@@ -12,6 +12,7 @@ from types import FrameType
 from espalier import __version__
 from espalier.cluster.app import RunningCluster, start_cluster
 from espalier.cluster.config import ClusterConfig
+from espalier.cluster.ray_runtime import RayOptions
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # One request for a stop can arrive twice: `timeout` and service managers signal a whole group, and `make` passes on what it gets.
@@ -67,13 +68,16 @@ class StopSignal:
                 os._exit(128 + number)
 
 
-def serve(config: ClusterConfig) -> int:
-    """Starts the cluster, says where it listens, waits for a signal, stops. Returns the exit code; a start that fails raises its EngineError."""
+def serve(config: ClusterConfig, num_gpus: int) -> int:
+    """Starts the cluster, says where it listens, waits for a signal, stops. Returns the exit code; a start that fails raises its EngineError.
+
+    num_gpus: of this machine.
+    """
     stop = StopSignal()
     began = time.monotonic()
     try:
         # Weights that are not what they were leave the cluster up, not ready, so that a probe can tell why.
-        cluster = start_cluster(config, allow_unready=True)
+        cluster = start_cluster(config, ray_options=RayOptions(num_gpus=num_gpus), allow_unready=True)
         stop.started()
     except (KeyboardInterrupt, SystemExit):
         # SystemExit is how Ray's own handler, which replaces ours while Ray starts, answers SIGTERM.

@@ -12,7 +12,10 @@ from espalier.replicas.errors import EngineError
 
 
 def test_a_ray_that_cannot_start_is_told_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def init(**_: Any) -> None:
+    asked: dict[str, Any] = {}
+
+    def init(**options: Any) -> None:
+        asked.update(options)
         raise Exception("the node timed out")
 
     # The session's cluster, if there is one, lives in this process too: only what is asked of Ray is looked at.
@@ -23,6 +26,7 @@ def test_a_ray_that_cannot_start_is_told_and_leaves_nothing(monkeypatch: pytest.
     monkeypatch.setattr(ray_runtime.tempfile, "mkdtemp", lambda **_: str(tmp_path / "ray"))
     (tmp_path / "ray").mkdir()
     with pytest.raises(EngineError, match="Ray cannot start: the node timed out"):
-        RayRuntime(RayOptions(), cpus_asked=1.0)
+        RayRuntime(RayOptions(num_gpus=3), cpus_asked=1.5)
     assert not (tmp_path / "ray").exists()
     assert shut_down
+    assert asked["num_gpus"] == 3 and asked["num_cpus"] >= 2

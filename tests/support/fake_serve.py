@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.cluster.config import ClusterConfig
+from espalier.cluster.ray_runtime import RayOptions
 from espalier.deploy import local
 from espalier.deploy.cli import main
 from espalier.replicas.errors import InvalidRequestError
@@ -36,7 +37,7 @@ class FakeCluster:
 start_how, stop_how, *arguments = sys.argv[1:]
 
 
-def start_cluster(_: ClusterConfig, *, allow_unready: bool) -> FakeCluster:
+def start_cluster(_: ClusterConfig, *, ray_options: RayOptions, allow_unready: bool) -> FakeCluster:
     print("starting", flush=True)
     if start_how == "hangs-in-ray":
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
