@@ -51,13 +51,23 @@ def test_decode_elsewhere(capability: int) -> None:
     check_decode(compile_decode(capability))
 
 
-def test_prompts_on_hopper() -> None:
+def compile_prefill(group: int = 4, head_dim: int = 128) -> MachineCode:
     from espalier.kernels.attention import prefill
 
-    constants = {"GROUP": 4, "KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK": 16, "S": prefill.UNITS}
+    constants = {"GROUP": group, "KV_HEADS": 8, "HEAD_DIM": head_dim, "BLOCK": 16, "S": prefill.UNITS}
     box = f"tensordesc<fp16[16, 64],{prefill.BOX.value!r}>"
     types = types_of(prefill.attend_chunk.arg_names, kd=box, vd=box)
-    code = compile_kernel(prefill.attend_chunk, types, constants, 90, 4, enable_fp_fusion=False)
+    return compile_kernel(prefill.attend_chunk, types, constants, 90, 4, enable_fp_fusion=False)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("group", "head_dim"), [(5, 128), (1, 64), (5, 192), (4, 256)])
+def test_prompts_of_other_heads(group: int, head_dim: int) -> None:
+    assert not compile_prefill(group, head_dim).overwritten_operands()
+
+
+def test_prompts_on_hopper() -> None:
+    code = compile_prefill()
     assert code.stack <= FEW_BYTES
     products = [opcode for _, opcode, _ in code.instructions if opcode.startswith("HGMMA")]
     # Two warpgroups: scores, weighted values, totals.
