@@ -23,6 +23,7 @@ from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.checkpoint import Checkpoint, open_checkpoint
 from espalier.replicas.model.fingerprint import check_record, fingerprint
 from espalier.replicas.model.invariance import check_row_invariance
+from espalier.replicas.model.vector_math import settle_vector_math
 from espalier.replicas.model.weights import load_decoder
 from espalier.replicas.request import SamplingParams
 from espalier.replicas.sampling.sampler import SampleRow, TokenHistory, sample_row
@@ -72,6 +73,7 @@ class Shard:
                 f"device: {config.device} is another shard's, see replicas/gpu/shard.py", param="device"
             )
         torch.set_num_threads(config.cpu_threads or usable_cpus())
+        settle_vector_math()
         cache_dir = config.cache_dir.expanduser()
         checkpoint = open_checkpoint(config.model_path.expanduser())
         identity = fingerprint(checkpoint)

@@ -21,6 +21,7 @@ from espalier.replicas.model.checkpoint import Checkpoint
 from espalier.replicas.model.config import ModelConfig
 from espalier.replicas.model.families import LayerSpec, LinearSpec, VectorSpec
 from espalier.replicas.model.headers import TensorEntry
+from espalier.replicas.model.vector_math import settle_vector_math
 
 Group = Sequence[LinearSpec]
 Tensors = Mapping[str, Tensor]
@@ -134,5 +135,6 @@ def _rope_tables(config: ModelConfig, max_context: int, device: torch.device) ->
         shape = (max_context, config.head_dim // 2)
         return torch.empty(shape, device=device), torch.empty(shape, device=device)
     # On the CPU whatever the device, so that the tables' bits are the same everywhere.
+    settle_vector_math()
     cos, sin = rope_table(inverse_frequencies(config.rope, config.head_dim), max_context, config.rope.cos_sin_scale)
     return cos.to(device, copy=True), sin.to(device, copy=True)  # and no longer than asked for
