@@ -36,6 +36,8 @@ class ServedModel:
         _require(self.num_gpus >= 0, "num_gpus", "must be at least 0")
         whole = self.num_gpus <= 1 or self.num_gpus == int(self.num_gpus)
         _require(whole, "num_gpus", "must be a whole number where it is more than 1")
+        for name, asked in (("num_cpus", self.num_cpus), ("num_gpus", self.num_gpus)):
+            _require(asked == round(asked, 4), name, "must be counted in ten-thousandths, as Ray does")
         # Ray shows a replica no GPU that it has not asked for.
         on_gpu = self.engine.device == "cuda"
         _require(not on_gpu or self.num_gpus > 0, "num_gpus", "must be more than 0 where replicas run on GPUs")

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -34,10 +34,10 @@ def checked_config(flags: Mapping[str, str], config_file: str | None) -> tuple[C
     if config.tracing is not None:
         with blamed_on(settings.common):
             require_opentelemetry()
-    wanted = gpus_wanted(model.num_gpus for model in config.models for _ in range(model.num_replicas))
+    wanted = gpus_wanted([(model.num_gpus, model.num_replicas) for model in config.models], gpus)
     if wanted > gpus:
         # Ray would wait for them.
-        raise InvalidRequestError(f"gpus: all replicas ask for {wanted}, and this machine has {gpus}", param="gpus")
+        raise InvalidRequestError(f"gpus: all replicas ask for {wanted:g}, and this machine has {gpus}", param="gpus")
     host_gb = sum(model.engine.host_kv_gb * model.num_replicas for model in config.models)
     if host_gb and host_gb > (available_gb := available_memory_bytes() / 2**30):
         message = f"host_kv_gb: all replicas ask for {host_gb:g} GiB, and this machine has {available_gb:.2f} available"
@@ -64,11 +64,18 @@ def check_model(model: ServedModel) -> None:
     Tokenizer.from_folder(model.engine.model_path)
 
 
-def gpus_wanted(asked: Iterable[float]) -> int:
-    """GPUs that hold all replicas, of which each asks for whole ones or for a share, which lies on one GPU."""
+def gpus_wanted(asked: Sequence[tuple[float, int]], num_gpus: int) -> float:
+    """GPUs that hold all replicas, or no more than their sum where that is over num_gpus already.
+
+    asked: for each model what a replica asks for, whole GPUs or a share, which lies on one GPU; and how many replicas there are.
+    """
+    # No replica is looked at before: there may be any number of them.
+    if (total := round(sum(amount * count for amount, count in asked), 4)) > num_gpus:
+        return total
+    replicas = (amount for amount, count in asked if amount > 0 for _ in range(count))
     filled: list[int] = []
     # The large ones first, each where it fits first. Ray counts in ten-thousandths.
-    for share in sorted((round(amount * 10_000) for amount in asked), reverse=True):
+    for share in sorted((round(amount * 10_000) for amount in replicas), reverse=True):
         place = next((i for i, taken in enumerate(filled) if taken + share <= 10_000), None)
         if place is None:
             filled += [min(share, 10_000)] * math.ceil(share / 10_000)

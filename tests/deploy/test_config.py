@@ -103,6 +103,8 @@ def test_one_model_of_a_list_can_be_replaced_by_a_flag(write) -> None:
             "models: [{model: a, device: cuda, gpus: 0}]",
             "models[0].gpus: must be more than 0 where replicas run on GPUs",
         ),
+        ("models: [{model: a, gpus: 0.00001}]", "models[0].gpus: must be counted in ten-thousandths, as Ray does"),
+        ("cpus: 0.12345", "cpus: must be counted in ten-thousandths, as Ray does"),
         ("device: cuda\nkv_dtype: fp32", "kv_dtype: must be fp16 or bf16 on a GPU"),
         ("tracks: 3", "tracks: must be 1 or 2"),
         ("decode_gap_ms: 0", "decode_gap_ms: must be positive"),
