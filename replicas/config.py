@@ -10,6 +10,7 @@ Device = Literal["cpu", "cuda"]
 KVDtype = Literal["fp32", "fp16", "bf16"]
 
 _DEFAULT_KV_DTYPE: dict[Device, KVDtype] = {"cpu": "fp32", "cuda": "fp16"}
+_MEMORY_SHARE = 0.9
 _DEFAULT_LANES: dict[Device, int] = {"cpu": 16, "cuda": 64}
 _DEFAULT_BATCH_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 
@@ -50,7 +51,7 @@ class EngineConfig:
     prefix_cache: bool = True
     host_kv_gb: float = 0.0
     cpu_threads: int | None = None
-    memory_share: float = 0.9
+    memory_share: float = _MEMORY_SHARE
     cuda_graphs: bool = True
     nvtx: bool = False
     cache_dir: Path = Path("~/.cache/espalier")
@@ -84,9 +85,12 @@ class EngineConfig:
             self.host_kv_gb == 0 or self.prefix_cache, "host_kv_gb", "keeps blocks of the prefix cache, which is off"
         )
         require(0 < self.memory_share <= 1, "memory_share", "must be over 0 and at most 1")
-        require(
-            not self.nvtx or self.device == "cuda", "nvtx", "marks what a GPU's replica does, and this one has none"
-        )
+        if self.device == "cpu":
+            require(
+                self.memory_share == _MEMORY_SHARE, "memory_share", "is of a GPU's memory, and this replica has none"
+            )
+            require(self.cuda_graphs, "cuda_graphs", "are a GPU's, and this replica has none")
+            require(not self.nvtx, "nvtx", "marks what a GPU's replica does, and this one has none")
         require(self.cpu_threads is None or self.cpu_threads >= 1, "cpu_threads", "must be at least 1")
         require(self.progress_timeout_s > 0, "progress_timeout_s", "must be positive")
 

@@ -143,7 +143,7 @@ def test_every_option_arrives_where_it_is_read(option, read, tmp_path: Path) -> 
     content = {"model": "/models/m"} | {option.name: value}
     if option.name == "batch_tokens":
         content["max_lanes"] = 1
-    if option.name == "nvtx":
+    if option.name in ("nvtx", "memory_share", "cuda_graphs"):
         content["device"] = "cuda"
     args = args_of(read(yaml.safe_dump(content)).serve_config)
     whole = config_of(tmp_path / "serve.yaml")
