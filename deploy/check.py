@@ -12,7 +12,9 @@ from espalier.cluster.settings import blamed_on, compose
 from espalier.cluster.tracing import require_opentelemetry
 from espalier.deploy.config import advice, resolve
 from espalier.deploy.locate import locate_model
-from espalier.replicas.cache.host_memory import available_memory_bytes
+from espalier.replicas.cache.host_memory import available_memory_bytes, plan_host_slots
+from espalier.replicas.cache.storage import kv_bytes_per_token
+from espalier.replicas.config import resolved
 from espalier.replicas.errors import InvalidRequestError
 from espalier.replicas.model.checkpoint import open_checkpoint
 from espalier.replicas.tokenizer import Tokenizer
@@ -61,6 +63,8 @@ def check_model(model: ServedModel) -> None:
         raise InvalidRequestError(
             f"context: {model.name} has positions for {limit} tokens, not {context}", param="context"
         )
+    engine = resolved(model.engine)
+    plan_host_slots(engine, engine.block_size * kv_bytes_per_token(checkpoint.config, engine.kv_dtype))
     Tokenizer.from_folder(model.engine.model_path)
 
 

@@ -1,8 +1,14 @@
-"""What is counted before anything starts. The command's own complaints are in test_cli.py."""
+"""What is counted and looked at before anything starts. The command's own complaints are in test_cli.py."""
+
+from pathlib import Path
 
 import pytest
 
-from espalier.deploy.check import gpus_wanted
+from espalier.cluster.config import ServedModel
+from espalier.deploy.check import check_model, gpus_wanted
+from espalier.replicas.config import EngineConfig
+from espalier.replicas.errors import InvalidRequestError
+from tests.support.tiny import make_tiny_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -33,3 +39,9 @@ def test_more_than_there_is_is_told_without_a_look_at_each_replica(
 ) -> None:
     assert gpus_wanted(asked, num_gpus=1) == least
     assert gpus_wanted([(0.0, 10**12)], num_gpus=0) == 0
+
+
+def test_a_host_tier_without_room_for_a_block_is_told_before_anything_starts(tmp_path: Path) -> None:
+    engine = EngineConfig(model_path=make_tiny_checkpoint(tmp_path / "model"), host_kv_gb=1e-6)
+    with pytest.raises(InvalidRequestError, match=r"^host_kv_gb: 1e-06 GiB hold no block of \d+ bytes$"):
+        check_model(ServedModel(name="tiny", engine=engine))
