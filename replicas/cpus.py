@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from espalier.replicas.control_groups import group_folders
+
 
 def usable_cpus(root: Path = Path("/")) -> int:
     """At least 1. root: of the file system that /proc and /sys are in.
@@ -15,25 +17,12 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 
 def _allotted(root: Path) -> Iterator[float]:
-    """CPUs' worth of time, by every group from this process's own up to the first, as far as they are seen from here, that has a limit."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    mount = root / "sys/fs/cgroup"
-    for line in memberships:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            for folder in _upwards(mount, path):
-                yield from _ratio(_numbers(folder / "cpu.max"))
-        elif "cpu" in controllers.split(","):
-            for folder in _upwards(mount / "cpu", path):
-                yield from _ratio(_numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us"))
-
-
-def _upwards(mount: Path, path: str) -> list[Path]:
-    own = mount / path.lstrip("/")
-    return [own, *(parent for parent in own.parents if parent.is_relative_to(mount))]
+    """CPUs' worth of time, by every group that has a limit."""
+    for version, folder in group_folders(root, "cpu"):
+        if version == 2:
+            yield from _ratio(_numbers(folder / "cpu.max"))
+        else:
+            yield from _ratio(_numbers(folder / "cpu.cfs_quota_us") + _numbers(folder / "cpu.cfs_period_us"))
 
 
 def _numbers(file: Path) -> list[str]:

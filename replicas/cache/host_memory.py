@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from espalier.replicas.config import EngineConfig
+from espalier.replicas.control_groups import group_folders
 from espalier.replicas.errors import InvalidRequestError
 
 _GIB = 2**30
@@ -54,23 +55,9 @@ def plan_host_slots(
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """Of every group from this process's own up to the first, as far as they are seen from here, that has a limit."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    mount = root / "sys/fs/cgroup"
-    for line in memberships:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            yield from _left_below(mount, path, *_FILES_V2)
-        elif "memory" in controllers.split(","):
-            yield from _left_below(mount / "memory", path, *_FILES_V1)
-
-
-def _left_below(mount: Path, path: str, limit: str, used: str, file_pages: tuple[str, ...]) -> Iterator[int]:
-    own = mount / path.lstrip("/")
-    for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
+    """Of every group that has a limit."""
+    for version, folder in group_folders(root, "memory"):
+        limit, used, file_pages = _FILES_V2 if version == 2 else _FILES_V1
         try:
             limit_text = (folder / limit).read_text(encoding="ascii").strip()
             used_bytes = int((folder / used).read_text(encoding="ascii"))
