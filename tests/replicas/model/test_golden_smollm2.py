@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,22 @@ ALL_EQUAL = ("chat_short", "code_fib", "chat_long")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="module")
-def golden(shared: Path) -> dict[str, Any]:
+def read_golden(shared: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads((shared / "models" / "golden" / f"{NAME}.json").read_text())
     return values
+
+
+def assert_clear_tokens(prompts: Sequence[dict[str, Any]], tokens: Sequence[list[int]]) -> None:
+    """What each prompt gave is the float64 run's, up to its first step without a clear winner."""
+    for prompt, found in zip(prompts, tokens, strict=True):
+        margins = [math.inf] * 64 if prompt["name"] in ALL_EQUAL else prompt["exl3_fp16"]["greedy_margins"]
+        clear = next((step for step, margin in enumerate(margins) if margin < 0.05), 64)
+        assert found[:clear] == prompt["exact"]["greedy_ids"][:clear], prompt["name"]
+
+
+@pytest.fixture(scope="module")
+def golden(shared: Path) -> dict[str, Any]:
+    return read_golden(shared)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +58,7 @@ def test_greedy_tokens(shard: Shard, golden: dict[str, Any]) -> None:
         lanes = [Lane(i, prompt["n"] + done - 1, (tokens[i][-1],), 1) for i, prompt in enumerate(prompts)]
         for i, (token,) in driver.step(lanes).items():
             tokens[i].append(token.token_id)
-    for prompt, found in zip(prompts, tokens, strict=True):
-        margins = [math.inf] * 64 if prompt["name"] in ALL_EQUAL else prompt["exl3_fp16"]["greedy_margins"]
-        clear = next((step for step, margin in enumerate(margins) if margin < 0.05), 64)
-        assert found[:clear] == prompt["exact"]["greedy_ids"][:clear], prompt["name"]
+    assert_clear_tokens(prompts, tokens)
 
 
 def test_logits(shard: Shard, golden: dict[str, Any]) -> None:

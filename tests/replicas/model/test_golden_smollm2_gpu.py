@@ -1,8 +1,6 @@
 """The checks of test_golden_smollm2.py on a GPU. Needs ../shared, so the GPU runner takes it by name: `gpu_run.sh tests/replicas/model`."""
 
 import itertools
-import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from espalier.replicas.config import EngineConfig
 from espalier.replicas.gpu.shard import GpuShard
 from espalier.replicas.request import SamplingParams
 from espalier.replicas.schedule.step import Lane
-from tests.replicas.model.test_golden_smollm2 import ALL_EQUAL, NAME
+from tests.replicas.model.test_golden_smollm2 import NAME, assert_clear_tokens, read_golden
 from tests.support.model_runs import StepDriver
 
 pytestmark = pytest.mark.gpu
@@ -22,8 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def golden(shared: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((shared / "models" / "golden" / f"{NAME}.json").read_text())
-    return values
+    return read_golden(shared)
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +60,7 @@ def test_tokens_logits_and_likelihood(shard: GpuShard, golden: dict[str, Any]) -
         lanes = [Lane(i, prompt["n"] + done - 1, (tokens[i][-1],), 1) for i, prompt in enumerate(prompts)]
         for i, (token,) in driver.step(lanes).items():
             tokens[i].append(token.token_id)
-    for prompt, found in zip(prompts, tokens, strict=True):
-        margins = [math.inf] * 64 if prompt["name"] in ALL_EQUAL else prompt["exl3_fp16"]["greedy_margins"]
-        clear = next((step for step, margin in enumerate(margins) if margin < 0.05), 64)
-        assert found[:clear] == prompt["exact"]["greedy_ids"][:clear], prompt["name"]
+    assert_clear_tokens(prompts, tokens)
     for number in range(len(prompts)):
         driver.step([], ends=(number,))
 
