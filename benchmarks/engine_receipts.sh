@@ -69,7 +69,7 @@ for wanted in "$@"; do
         ;;
     soak) bench soak 8b --context 4096 --soak 360 --levels 64 --distinct 64 ;;
     round)
-        step round "$PYTHON" -m espalier.replicas.gpu.profile "$WORK/8b" --json "$OUT/round.json"
+        step round "$PYTHON" -m espalier.replicas.gpu.profile "$WORK/8b" --prompts 2048,8192 --batch-tokens 2048 --json "$OUT/round.json"
         step price "$PYTHON" benchmarks/price_of_exactness.py "$WORK/8b-12" --json "$OUT/price.json"
         ;;
     *)

@@ -1,4 +1,4 @@
-"""Measures decode rounds of a loaded shard: by CUDA events, by the host's clock, and by torch's profiler (CUPTI). Effects alone; results.py
+"""Measures rounds of a loaded shard: by CUDA events, by the host's clock, and by torch's profiler (CUPTI). Effects alone; results.py
 makes figures of what it brings. Wants the shard idle, and leaves it so.
 """
 
@@ -28,16 +28,30 @@ _PROFILED_ROUNDS = 20
 _STEP_IDS = itertools.count(-1, -1)
 
 
-def profile_round(
+def profile_decode(
     shard: GpuShard, rows: int, context: int, params: SamplingParams, *, repeats: int, eager: bool
 ) -> RoundProfile:
     """Decode rounds of `rows` sequences that have context - 1 tokens of keys and values. The profiler sees graphs, unless `eager`.
 
     A graph in which it sees no kernels is shown to it launch by launch.
     """
-    sequences = _Sequences(shard, rows, context, params)
+    sequences = _Sequences(shard, rows, 1, context, params)
+    need = RoundNeed(rows, rows, rows, context, greedy=is_greedy(params))
+    return _profile(shard, sequences, need, repeats=repeats, eager=eager)
+
+
+def profile_prompt(
+    shard: GpuShard, rows: int, context: int, params: SamplingParams, *, repeats: int, eager: bool
+) -> RoundProfile:
+    """The same of rounds that compute the last `rows` tokens of a prompt of `context` tokens, with nothing beside them."""
+    sequences = _Sequences(shard, 1, rows, context, params)
+    need = RoundNeed(rows, 1, 1, context, greedy=is_greedy(params))
+    return _profile(shard, sequences, need, repeats=repeats, eager=eager)
+
+
+def _profile(shard: GpuShard, sequences: "_Sequences", need: RoundNeed, *, repeats: int, eager: bool) -> RoundProfile:
     track = shard.tracks[MAIN]
-    shape = track.shapes.choose(RoundNeed(rows, rows, rows, context, greedy=is_greedy(params)))
+    shape = track.shapes.choose(need)
     for _ in range(_WARM_ROUNDS):
         shard.execute(sequences.step())
     host = _host_times(shard, sequences, repeats)
@@ -50,8 +64,9 @@ def profile_round(
     sequences.end()
     low, _, high = quantiles(walls, n=4)
     return RoundProfile(
-        rows=rows,
-        context=context,
+        rows=need.num_rows,
+        context=need.context,
+        is_prompt=need.mixed,
         source=source,
         wall_us=median(walls),
         wall_quartiles=(low, high),
@@ -73,31 +88,38 @@ def trace_of(work: Callable[[], object]) -> list[Work]:
 
 
 class _Sequences:
-    """Sequences with computed prompts, and steps that decode the same position of each again and again."""
+    """Sequences with computed prompts, and steps that compute the last `rows` of `context` positions of each again and again."""
 
-    def __init__(self, shard: GpuShard, rows: int, context: int, params: SamplingParams) -> None:
+    def __init__(self, shard: GpuShard, count: int, rows: int, context: int, params: SamplingParams) -> None:
         self._shard = shard
         size, vocab = shard.info.block_size, shard.info.vocab_size
         num_blocks = -(-context // size)
-        assert rows * num_blocks <= shard.info.num_blocks, "a cache that does not hold these sequences"
-        self._ids = range(rows)
+        assert count * num_blocks <= shard.info.num_blocks, "a cache that does not hold these sequences"
+        self._ids = range(count)
+        kept = context - rows
         chunk = shard.tracks[MAIN].shapes.mixed_rows[-1]
         for seq_id in self._ids:
-            prompt = [(1 + 7919 * seq_id + 104_729 * place) % vocab for place in range(context - 1)]
+            prompt = [_token(seq_id, place, vocab) for place in range(kept)]
             blocks = tuple(range(seq_id * num_blocks, (seq_id + 1) * num_blocks))
-            begins: tuple[SequenceBegin, ...] = (SequenceBegin(seq_id, params, context - 1),)
-            appends: tuple[BlockAppend, ...] = (BlockAppend(seq_id, blocks),)
-            for start in range(0, len(prompt), chunk):
+            begins, appends = (SequenceBegin(seq_id, params, kept),), (BlockAppend(seq_id, blocks),)
+            shard.execute(Step(next(_STEP_IDS), MAIN, (), begins=begins, appends=appends))
+            for start in range(0, kept, chunk):
                 lane = Lane(seq_id, start, tuple(prompt[start : start + chunk]), 0)
-                self._shard.execute(Step(next(_STEP_IDS), MAIN, (lane,), begins=begins, appends=appends))
-                begins, appends = (), ()
-        self._lanes = tuple(Lane(seq_id, context - 1, (1 + seq_id,), 1) for seq_id in self._ids)
+                shard.execute(Step(next(_STEP_IDS), MAIN, (lane,)))
+        self._lanes = tuple(
+            Lane(seq_id, kept, tuple(_token(seq_id, place, vocab) for place in range(kept, context)), 1)
+            for seq_id in self._ids
+        )
 
     def step(self) -> Step:
         return Step(next(_STEP_IDS), MAIN, self._lanes)
 
     def end(self) -> None:
         self._shard.execute(Step(next(_STEP_IDS), MAIN, (), ends=tuple(self._ids)))
+
+
+def _token(seq_id: int, place: int, vocab: int) -> int:
+    return (1 + 7919 * seq_id + 104_729 * place) % vocab
 
 
 def _host_times(shard: GpuShard, sequences: _Sequences, repeats: int) -> list[float]:

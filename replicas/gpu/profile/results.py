@@ -29,7 +29,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundProfile:
-    """Decode rounds of so many rows at a context. source: `graph` or `eager`, what the profiler was shown.
+    """Decode rounds of so many rows at a context, or rounds of so many rows of one prompt that then has `context` tokens. source: `graph` or
+    `eager`, what the profiler was shown.
 
     wall_us, wall_quartiles: of a round by CUDA events, without the profiler. host_us: planning, packing and launching, on the host.
     chained_us: of a round with its copies, two in flight, each launched when the one before the last has come back. parts: None where the
@@ -38,12 +39,18 @@ class RoundProfile:
 
     rows: int
     context: int
+    is_prompt: bool
     source: str
     wall_us: float
     wall_quartiles: tuple[float, float]
     host_us: float
     chained_us: float
     parts: Parts | None
+
+    @property
+    def name(self) -> str:
+        """At the head of its column."""
+        return f"{self.rows} rows" if not self.is_prompt else f"{self.rows} of a prompt, to {self.context}"
 
     @property
     def idle_share(self) -> float | None:
@@ -104,7 +111,7 @@ def idle_share(work: Sequence[Work]) -> tuple[float, int, float | None]:
 
 def report(head: str, rounds: Sequence[RoundProfile], loops: Sequence[LoopProfile]) -> str:
     """Tables of Markdown: one column a row count."""
-    lines = [head, "", _line("us", [f"{one.rows} rows" for one in rounds]), _line("---", ["---:"] * len(rounds))]
+    lines = [head, "", _line("us", [one.name for one in rounds]), _line("---", ["---:"] * len(rounds))]
 
     def add(name: str, figure: Callable[[Parts], float]) -> None:
         lines.append(_line(name, ["" if one.parts is None else f"{figure(one.parts):.0f}" for one in rounds]))
@@ -124,23 +131,24 @@ def report(head: str, rounds: Sequence[RoundProfile], loops: Sequence[LoopProfil
         _line("share that is no kernel", [_percent(one.idle_share) for one in rounds]),
         _line("host: plan, pack, launch", [f"{one.host_us:.0f}" for one in rounds]),
         _line("with copies, two in flight", [f"{one.chained_us:.0f}" for one in rounds]),
+        _line("so in tokens a second", [f"{one.rows / one.chained_us * 1e6:,.0f}" for one in rounds]),
     ]
     by_rows = {one.rows: one for one in loops}
     if by_rows:
-        found = [by_rows[one.rows] for one in rounds]
-        lines += [
-            _line("**engine loop, a round**", [f"{one.round_us:.0f}" for one in found]),
-            _line("tokens a second", [f"{one.rows / one.round_us * 1e6:,.0f}" for one in found]),
-            _line(
-                "of it beyond the wall",
-                [_percent(1.0 - one.wall_us / loop.round_us) for one, loop in zip(rounds, found, strict=True)],
-            ),
-            _line("idle, by the profiler", [_percent(one.idle_share) for one in found]),
-            _line("rounds it saw", [f"{one.window_rounds} in {one.window_s:.2f} s" for one in found]),
-        ]
+        found = [None if one.is_prompt else by_rows[one.rows] for one in rounds]
+
+        def add_loop(name: str, figure: Callable[[RoundProfile, LoopProfile], str]) -> None:
+            cells = ["" if loop is None else figure(one, loop) for one, loop in zip(rounds, found, strict=True)]
+            lines.append(_line(name, cells))
+
+        add_loop("**engine loop, a round**", lambda one, loop: f"{loop.round_us:.0f}")
+        add_loop("its tokens a second", lambda one, loop: f"{one.rows / loop.round_us * 1e6:,.0f}")
+        add_loop("of it beyond the wall", lambda one, loop: _percent(1.0 - one.wall_us / loop.round_us))
+        add_loop("idle, by the profiler", lambda one, loop: _percent(loop.idle_share))
+        add_loop("rounds it saw", lambda one, loop: f"{loop.window_rounds} in {loop.window_s:.2f} s")
     unknown = sorted({name for one in rounds if one.parts is not None for name in one.parts.unknown})
     notes = [f"Counted as other: {', '.join(unknown)}."] if unknown else []
-    notes += [f"{one.rows} rows: the profiler saw no kernels ({one.source})." for one in rounds if one.parts is None]
+    notes += [f"{one.name}: the profiler saw no kernels ({one.source})." for one in rounds if one.parts is None]
     return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
 

@@ -96,7 +96,7 @@ def test_every_kernel_of_a_real_round_has_its_kind_and_the_host_its_ranges() -> 
         patch.setattr(torch.cuda.nvtx, "range_push", marks.append)
         patch.setattr(torch.cuda.nvtx, "range_pop", lambda: marks.append("end"))
         shard = GpuShard(config, torch.device("cpu"))
-        sequences = _Sequences(shard, 1, 4, SamplingParams(temperature=0.0, ignore_eos=True))
+        sequences = _Sequences(shard, 1, 1, 4, SamplingParams(temperature=0.0, ignore_eos=True))
         marks.clear()
         drawn = shard.execute(sequences.step()).sampled
         assert marks == ["plan", "end", "launch", "pack", "end", "run", "end", "end", "wait", "end"]
@@ -183,6 +183,7 @@ def test_tables_and_json_have_every_figure() -> None:
         RoundProfile(
             rows=rows,
             context=512,
+            is_prompt=is_prompt,
             source="graph",
             wall_us=400.0,
             wall_quartiles=(399.0, 402.0),
@@ -190,16 +191,23 @@ def test_tables_and_json_have_every_figure() -> None:
             chained_us=410.0,
             parts=parts,
         )
-        for rows, parts in ((1, parts_of(work_of(trace((*ROUND, "a_new_one"), 3)))), (8, None))
+        for rows, is_prompt, parts in (
+            (1, False, parts_of(work_of(trace((*ROUND, "a_new_one"), 3)))),
+            (8, False, None),
+            (82, True, None),
+        )
     ]
     loops = [LoopProfile(rows=rows, round_us=500.0, window_s=1.0, window_rounds=9, idle_share=0.25) for rows in (1, 8)]
     text = report("A head", rounds, loops)
-    assert text.startswith("A head\n\n| us | 1 rows | 8 rows |\n| --- | ---: | ---: |\n| qkv | 16 |  |\n")
-    assert "| **wall of a round** | 400 | 400 |" in text
+    assert text.startswith(
+        "A head\n\n| us | 1 rows | 8 rows | 82 of a prompt, to 512 |\n| --- | ---: | ---: | ---: |\n| qkv | 16 |  |  |\n"
+    )
+    assert "| **wall of a round** | 400 | 400 | 400 |" in text
     share = 100 * (1 - 8 * (len(ROUND) + 1) / 400)
-    assert f"| share that is no kernel | {share:.1f}% |  |" in text
-    assert "| tokens a second | 2,000 | 16,000 |" in text
-    assert "| of it beyond the wall | 20.0% | 20.0% |" in text
+    assert f"| share that is no kernel | {share:.1f}% |  |  |" in text
+    assert "| so in tokens a second | 2,439 | 19,512 | 200,000 |" in text
+    assert "| its tokens a second | 2,000 | 16,000 |  |" in text
+    assert "| of it beyond the wall | 20.0% | 20.0% |  |" in text
     assert "Counted as other: a_new_one." in text
     assert "8 rows: the profiler saw no kernels (graph)." in text
     assert "engine loop" not in report("A head", rounds, [])
@@ -232,8 +240,9 @@ def test_ranges_mark_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rows", "1,x"], "--rows"),
         (["--rows", "0"], "--rows"),
+        (["--rows", "64", "--batch-tokens", "32"], "--batch-tokens"),
+        (["--prompts", "1"], "--prompts"),
         (["--context", "256"], "--context"),
         (["--rows", "64", "--context", "4096"], "--no-loop"),
         ([], "GPU"),
@@ -247,3 +256,12 @@ def test_the_command_refuses_what_it_cannot_do(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["model", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--rows", "--prompts"])
+def test_the_command_names_what_is_no_list(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from espalier.replicas.gpu.profile.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main(["model", option, "1,x"])
+    assert f"{option}: '1,x' is not a list of numbers" in capsys.readouterr().err
