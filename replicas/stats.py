@@ -59,7 +59,8 @@ class DeviceFigures:
 
     pool_bytes: of the counter pools, which kernels lock with. pool_growths: times that one was made larger, at load. poison_resets: times that one
     was zeroed because a round that used it failed. graph_captures, graph_replays: rounds captured, and rounds run by replaying one.
-    device_bytes_used, device_bytes_total: memory of the devices, by whomever it is used.
+    device_bytes_used, device_bytes_total: memory of the devices, by whomever it is used. device_bytes_reserved: what the engine holds for tensors
+    and graphs, and it alone.
     """
 
     pool_bytes: int
@@ -69,6 +70,7 @@ class DeviceFigures:
     graph_replays: int
     device_bytes_used: int
     device_bytes_total: int
+    device_bytes_reserved: int
 
 
 @dataclass(slots=True, kw_only=True)

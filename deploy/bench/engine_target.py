@@ -164,7 +164,7 @@ class EngineTarget:
         return TargetState(
             num_live=load.running + load.waiting,
             held_share=1.0 - load.free_blocks / load.total_blocks,
-            device_bytes=None if device is None else device.device_bytes_used,
+            device_bytes=None if device is None else device.device_bytes_reserved,
             host_bytes=usage.ru_maxrss * 1024,
             cpu_s=usage.ru_utime + usage.ru_stime,
             counts={"rounds": stats.steps, "preemptions": stats.preemptions}

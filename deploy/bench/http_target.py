@@ -162,7 +162,7 @@ def state_of(metrics: str) -> TargetState:
         values[name] for name in ("espalier_num_requests_running", "espalier_num_requests_waiting") if name in values
     ]
     held = values.get("espalier_kv_cache_usage_perc")
-    device = values.get("espalier_engine_device_memory_used_bytes")
+    device = values.get("espalier_engine_device_memory_reserved_bytes")
     host = values.get("process_resident_memory_bytes")
     cpu_s = values.get("process_cpu_seconds_total")
     return TargetState(

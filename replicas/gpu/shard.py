@@ -208,6 +208,7 @@ class GpuShard:
             graph_replays=sum(track.num_replays for track in self._tracks.values()),
             device_bytes_used=total_bytes - free_bytes,
             device_bytes_total=total_bytes,
+            device_bytes_reserved=torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0,
         )
 
     def _track(self, step: Step) -> Track:

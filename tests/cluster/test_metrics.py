@@ -50,6 +50,7 @@ def device_figures() -> DeviceFigures:
         graph_replays=5,
         device_bytes_used=6,
         device_bytes_total=7,
+        device_bytes_reserved=8,
     )
 
 
@@ -295,6 +296,7 @@ def test_figures_of_a_device_are_there_where_there_is_one() -> None:
         "espalier_engine_graph_replays_total": 5,
         "espalier_engine_device_memory_used_bytes": 6,
         "espalier_engine_device_memory_total_bytes": 7,
+        "espalier_engine_device_memory_reserved_bytes": 8,
     }
     assert all(dict(labels)["replica"] == "r2" for name, labels in found if name in shown)
 
