@@ -11,6 +11,9 @@ from torch import Tensor
 
 from espalier.kernels.attention.plan import LaneSpan
 from espalier.kernels.attention.splits import EVERY_KEY
+from espalier.kernels.attention.work import TILE_ROWS, decode_shares, prompt_tiles
+
+FEW_ROWS = 16  # a decode row and its drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +23,22 @@ class LaneTable:
     first_row, num_rows, start: int32 [lanes]. A lane of no rows is skipped, whatever else is said of it.
     block_tables: int32 [lanes, max_blocks]; entry j is the cache block of positions j * block_size ...; entries behind a lane's last
     position may hold anything.
+    tiles: int32 [any, 2], `prompt_tiles` of these lanes; an entry of lane -1 is skipped. shares: int32 [lanes, 3], `decode_shares` of these
+    lanes; where max_rows is no more than few_rows nobody reads it, and it may have no entry.
     min_rows, max_rows: bounds of num_rows of the lanes that have any. max_context: bound of start + num_rows.
+    few_rows: lanes of up to so many rows take the decode form, 1 .. 16, others are prompts: a matter of time and of scratch.
     """
 
     first_row: Tensor
     num_rows: Tensor
     start: Tensor
     block_tables: Tensor
+    tiles: Tensor
+    shares: Tensor
     min_rows: int
     max_rows: int
     max_context: int
+    few_rows: int
 
     @property
     def num_lanes(self) -> int:
@@ -37,18 +46,24 @@ class LaneTable:
 
     def to(self, device: torch.device | str) -> "LaneTable":
         """The same numbers on a device."""
-        tensors = (self.first_row, self.num_rows, self.start, self.block_tables)
-        first_row, num_rows, start, block_tables = (tensor.to(device) for tensor in tensors)
-        return replace(self, first_row=first_row, num_rows=num_rows, start=start, block_tables=block_tables)
+        names = ("first_row", "num_rows", "start", "block_tables", "tiles", "shares")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def lane_table(
-    spans: Sequence[LaneSpan], *, block_size: int, max_context: int | None = None, num_lanes: int | None = None
+    spans: Sequence[LaneSpan],
+    *,
+    block_size: int,
+    group: int,
+    few_rows: int = FEW_ROWS,
+    max_context: int | None = None,
+    num_lanes: int | None = None,
+    num_tiles: int | None = None,
 ) -> LaneTable:
     """The table of these lanes on the CPU, within the tightest bounds but for what is given.
 
-    max_context: bound of positions, and what the block tables have room for. num_lanes: lanes of the table; those behind the last span
-    have no rows.
+    group: query heads that share a key-value head. max_context: bound of positions, and what the block tables have room for. num_lanes:
+    lanes of the table; those behind the last span have no rows. num_tiles: entries of `tiles`.
     """
     assert spans
     context = max_context or max(span.end for span in spans)
@@ -61,7 +76,11 @@ def lane_table(
         blocks[lane, : span.blocks.shape[0]] = span.blocks
     rows = [span.num_rows for span in spans]
     first_row, num_rows, start = numbers
-    return LaneTable(first_row, num_rows, start, blocks, min(rows), max(rows), context)
+    listed = torch.from_numpy(prompt_tiles(num_rows.numpy(), start.numpy(), group, few_rows))
+    tiles = torch.full((listed.shape[0] if num_tiles is None else num_tiles, 2), -1, dtype=torch.int32)
+    tiles[: listed.shape[0]] = listed
+    shares = torch.from_numpy(decode_shares(num_rows.numpy(), start.numpy(), few_rows))
+    return LaneTable(first_row, num_rows, start, blocks, tiles, shares, min(rows), max(rows), context, few_rows)
 
 
 def check_call(q: Tensor, keys: Tensor, values: Tensor, lanes: LaneTable, window: int | None, out: Tensor) -> None:
@@ -96,5 +115,15 @@ def check_call(q: Tensor, keys: Tensor, values: Tensor, lanes: LaneTable, window
     tables = lanes.block_tables
     if tables.dtype != torch.int32 or tables.dim() != 2 or tables.shape[0] != lanes.num_lanes or tables.stride(1) != 1:
         raise ValueError(f"lanes.block_tables: needs int32 [{lanes.num_lanes}, max_blocks] with contiguous rows")
+    if not 0 < lanes.few_rows <= FEW_ROWS:
+        raise ValueError(f"lanes.few_rows: must be 1 to {FEW_ROWS}, got {lanes.few_rows}")
+    mixed = lanes.max_rows > lanes.few_rows
+    longest = -(-lanes.max_rows * (q.shape[1] // kv_heads) // TILE_ROWS)
+    for name, least, width in (("tiles", longest, 2), ("shares", lanes.num_lanes, 3)):
+        tensor = getattr(lanes, name)
+        if tensor.dtype != torch.int32 or tensor.shape[1:] != (width,) or not tensor.is_contiguous():
+            raise ValueError(f"lanes.{name}: needs contiguous int32 [any, {width}]")
+        if mixed and tensor.shape[0] < least:
+            raise ValueError(f"lanes.{name}: {tensor.shape[0]} entries, needs {least} at least")
     if tables.shape[1] * block_size < lanes.max_context:
         raise ValueError(f"lanes.block_tables: {tables.shape[1]} blocks do not hold {lanes.max_context} positions")

@@ -10,12 +10,11 @@ from types import ModuleType
 import numpy as np
 from torch import Tensor
 
-from espalier.kernels.attention.lanes import LaneTable, check_call
+from espalier.kernels.attention.lanes import FEW_ROWS, LaneTable, check_call
 from espalier.kernels.attention.splits import EVERY_KEY
 from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import DeviceClass, device_class
 
-FEW_ROWS = 16  # a decode row and its drafts; lanes of more rows are prompt chunks
 HOPPER = (9, 0)
 
 
@@ -29,15 +28,13 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     out: Tensor,
-    few_rows: int = FEW_ROWS,
 ) -> None:
     """Attention of every row that a lane owns; other rows of `out` are left as they are. Decode lanes and prompt chunks may be mixed.
 
     q: [rows, heads, head_dim] fp16, bf16 or fp32, rounded to the cache's type first. keys, values: [blocks, kv_heads, block_size, head_dim]
     fp16 or bf16, a row's own key included; what lies behind a lane's end is never used, what lies before it must be finite. Query head h
     reads key-value head h // (heads / kv_heads). scale: of the scores, positive. window: how many of the last keys a row sees, its own
-    included; None for all. out: as q, fp16, bf16 or fp32. scratch: of `scratch_size` for these bounds. few_rows: lanes of up to so many rows
-    take the decode form, 1 .. 16: a matter of time and of scratch.
+    included; None for all. out: as q, fp16, bf16 or fp32. scratch: of `scratch_size` for these bounds.
     Raises ValueError naming the argument that does not fit.
     """
     check_call(q, keys, values, lanes, window, out)
@@ -49,11 +46,14 @@ def paged_attention(
     if not device.gluon:
         _plain().launch(q, keys, values, lanes, factor, window or EVERY_KEY, out, min_rows=1)
         return
+    few_rows = lanes.few_rows
     if lanes.min_rows <= few_rows:
         _decode().launch(q, keys, values, lanes, scratch, factor, window, out, max_rows=min(few_rows, lanes.max_rows))
     if lanes.max_rows > few_rows:
-        chunks = _prefill() if serves_prompts(device, keys.shape[3]) else _plain()
-        chunks.launch(q, keys, values, lanes, factor, window or EVERY_KEY, out, min_rows=few_rows + 1)
+        if serves_prompts(device, keys.shape[3]):
+            _prefill().launch(q, keys, values, lanes, factor, window or EVERY_KEY, out)
+        else:
+            _plain().launch(q, keys, values, lanes, factor, window or EVERY_KEY, out, min_rows=few_rows + 1)
 
 
 def scratch_size(
@@ -67,7 +67,7 @@ def scratch_size(
     head_dim: int,
     window: int | None = None,
 ) -> ScratchSize:
-    """Enough for any call of so many lanes within these bounds; see `LaneTable`. max_rows: no more than the call's `few_rows` counts."""
+    """Enough for any call of so many lanes within these bounds; see `LaneTable`. max_rows: no more than the table's `few_rows` counts."""
     if not device.gluon:
         return ScratchSize()
     rows = min(FEW_ROWS, max_rows)

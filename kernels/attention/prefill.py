@@ -1,8 +1,9 @@
 """Paged attention of prompt chunks on Hopper: warp-specialized `wgmma` (Gluon, sm_90), head_dim up to 256.
 
-A program owns 128 rows of one key-value head, the query heads that share it side by side. A producer warp brings tiles of keys and values,
-a cache block at a time, by TMA; two warpgroups of 64 rows each go at their own pace, so that one's exponentials run beside the other's
-products. A split's sums and those of all splits before it both lie in registers. Same bits as `plain.py`.
+A program owns a tile of the round's list (`work.py`): 128 rows of one key-value head, the query heads that share it side by side. A
+producer warp brings tiles of keys and values, a cache block at a time, by TMA; two warpgroups of 64 rows each go at their own pace, so that
+one's exponentials run beside the other's products. A split's sums and those of all splits before it both lie in registers. Same bits as
+`plain.py`.
 """
 # ruff: noqa: N803, N806, RUF005 (compile-time constants of kernels are in capitals; kernels join tuples by +)
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls, disable-error-code=assignment
@@ -20,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from espalier.kernels.attention.lanes import LaneTable
+from espalier.kernels.attention.work import TILE_ROWS
 
-ROWS = 128
+ROWS = gl.constexpr(TILE_ROWS)
 UNITS = 4  # of the ring: 32 KB each
 BOX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
@@ -83,7 +85,7 @@ def forget_unwritten(WG: gl.constexpr, ring, stage, free, tile, end, CHUNKS: gl.
 
 @gluon.jit
 def consumer(
-    WG: gl.constexpr, q, out, queries, ring, ones, ready, free, row0, head, piece, place, rows, first_position, first, last,
+    WG: gl.constexpr, q, out, queries, ring, ones, ready, free, row0, head, piece, mine, rows, first_position, first, last,
     q_stride, out_stride, factor, window, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PIECES: gl.constexpr,
     CHUNKS: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
@@ -96,7 +98,7 @@ def consumer(
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     TYPE: gl.constexpr = ring.dtype
     end = first_position + rows
-    place += WG * 64
+    place = mine * ROWS + WG * 64
     low_position = first_position + place // GROUP
     high_position = first_position + (place + 63) // GROUP
 
@@ -171,23 +173,25 @@ def consumer(
     gl.store(out + row * (out_stride * 16) + column + d, result, mask=real & (d < HEAD_DIM))
 
 
-@gluon.jit(do_not_specialize=["q_stride", "out_stride", "table_stride", "window", "min_rows"])
+@gluon.jit(do_not_specialize=["q_stride", "out_stride", "table_stride", "window"])
 def attend_chunk(
-    q, kd, vd, out, first_row, num_rows, start, tables, q_stride, out_stride, table_stride, factor, window, min_rows,
+    q, kd, vd, out, first_row, num_rows, start, tables, tiles, q_stride, out_stride, table_stride, factor, window,
     GROUP: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of 128 rows, KV_HEADS * PIECES, lanes). Lanes of less than min_rows rows are left alone. S: units of the ring."""
+    """Grid: (KV_HEADS * PIECES, entries of tiles). S: units of the ring."""
     PIECES: gl.constexpr = (HEAD_DIM + 127) // 128
     CHUNKS: gl.constexpr = 2 if HEAD_DIM > 64 else 1
     TYPE: gl.constexpr = kd.dtype
-    lane, head, piece = gl.program_id(2), gl.program_id(1) // PIECES, gl.program_id(1) % PIECES
-    rows = gl.load(num_rows + lane)
-    place = (gl.num_programs(0) - 1 - gl.program_id(0)) * 128  # the longest tiles first
-    if (rows >= min_rows) & (place < rows * GROUP):
+    head, piece = gl.program_id(0) // PIECES, gl.program_id(0) % PIECES
+    entry = tiles + 2 * gl.program_id(1)
+    lane, mine = gl.load(entry), gl.load(entry + 1)
+    if lane >= 0:
+        rows = gl.load(num_rows + lane)
         first_position = gl.load(start + lane)
         row0 = gl.load(first_row + lane)
         table = tables + lane.to(gl.int64) * table_stride
         end = first_position + rows
+        place = mine * ROWS
         first = gl.maximum(first_position + place // GROUP - window + 1, 0) // 128
         last = (gl.minimum(first_position + (place + 127) // GROUP + 1, end) + 127) // 128
         queries = gl.allocate_shared_memory(TYPE, [2 * PIECES, 64, 64 * CHUNKS], BOX)
@@ -203,9 +207,9 @@ def attend_chunk(
         mbarrier.init(free.index(S), count=1)  # for `forget_unwritten`
         gl.warp_specialize(
             [
-                (consumer, (0, q, out, queries, ring, ones, ready, free, row0, head, piece, place, rows, first_position,
+                (consumer, (0, q, out, queries, ring, ones, ready, free, row0, head, piece, mine, rows, first_position,
                             first, last, q_stride, out_stride, factor, window, GROUP, HEAD_DIM, PIECES, CHUNKS, S)),
-                (consumer, (1, q, out, queries, ring, ones, ready, free, row0, head, piece, place, rows, first_position,
+                (consumer, (1, q, out, queries, ring, ones, ready, free, row0, head, piece, mine, rows, first_position,
                             first, last, q_stride, out_stride, factor, window, GROUP, HEAD_DIM, PIECES, CHUNKS, S)),
                 (producer, (kd, vd, ring, ready, free, table, head, piece, end, first, last, KV_HEADS, BLOCK, PIECES,
                             CHUNKS, S)),
@@ -215,16 +219,14 @@ def attend_chunk(
         )  # fmt: skip
 
 
-def launch(
-    q: Tensor, keys: Tensor, values: Tensor, lanes: LaneTable, factor: float, window: int, out: Tensor, min_rows: int
-) -> None:
-    """Attention of the lanes that have at least min_rows rows."""
+def launch(q: Tensor, keys: Tensor, values: Tensor, lanes: LaneTable, factor: float, window: int, out: Tensor) -> None:
+    """Attention of the lanes in the table's list of tiles."""
     blocks, kv_heads, block_size, head_dim = keys.shape
     group = q.shape[1] // kv_heads
     flat = (blocks * kv_heads * block_size, head_dim)
     kd, vd = (TensorDescriptor.from_tensor(cache.view(flat), [block_size, 64], BOX.value) for cache in (keys, values))
-    attend_chunk[(-(-lanes.max_rows * group // ROWS), kv_heads * -(-head_dim // 128), lanes.num_lanes)](
-        q, kd, vd, out, lanes.first_row, lanes.num_rows, lanes.start, lanes.block_tables, q.stride(0) // 16, out.stride(0) // 16,
-        lanes.block_tables.stride(0), factor, window, min_rows, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-        BLOCK=block_size, S=UNITS, num_warps=4, enable_fp_fusion=False,
+    attend_chunk[(kv_heads * -(-head_dim // 128), lanes.tiles.shape[0])](
+        q, kd, vd, out, lanes.first_row, lanes.num_rows, lanes.start, lanes.block_tables, lanes.tiles, q.stride(0) // 16,
+        out.stride(0) // 16, lanes.block_tables.stride(0), factor, window, GROUP=group, KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim, BLOCK=block_size, S=UNITS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,8 +5,9 @@ import functools
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.lanes import LaneTable
+from espalier.kernels.attention.lanes import LaneTable, lane_table
 from espalier.kernels.attention.paged import paged_attention, scratch_size
+from espalier.kernels.attention.plan import LaneSpan
 from espalier.kernels.bench.registry import OURS, BenchCase, Call, Inputs, Workload, copies_past_l2
 from espalier.kernels.counters import Scratch
 from espalier.kernels.device import device_class
@@ -51,17 +52,9 @@ def _lanes(order: Tensor, streams: int, context: int, rows: int, first: int) -> 
     """`streams` sequences of `context` positions, the last `rows` of each in the call; their blocks begin at `first` in `order`."""
     count = -(-context // BLOCK)
     place = (torch.arange(streams * count, device=order.device) + first) % order.shape[0]
-    tables = order[place].view(streams, count)
-    number = torch.arange(streams, dtype=torch.int32, device=order.device)
-    return LaneTable(
-        number * rows,
-        torch.full_like(number, rows),
-        torch.full_like(number, context - rows),
-        tables,
-        rows,
-        rows,
-        context,
-    )
+    blocks = order[place].view(streams, count).cpu()
+    spans = [LaneSpan(stream * rows, rows, context - rows, blocks[stream]) for stream in range(streams)]
+    return lane_table(spans, block_size=BLOCK, group=HEADS // KV_HEADS).to(order.device)
 
 
 def _scratch(inputs: Inputs, lanes: LaneTable) -> Scratch:

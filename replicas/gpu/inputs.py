@@ -10,12 +10,16 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from espalier.kernels.attention.work import decode_shares, most_tiles, prompt_tiles
 from espalier.replicas.gpu.rounds import RoundShape
 
 Words = npt.NDArray[np.int32]
 
+# Lanes of one row go to attention's decode form, whatever has more to the prompt form: its partial sums need no room for sixteen rows a lane.
+DECODE_ROWS = 1
+
 _ALIGNMENT = 4  # words: kernels read 16 bytes at a time
-_PADDING = {"row_lane": -1, "lane_slot": -1, "sampled_rows": -1, "updates": -1}  # others: 0
+_PADDING = {"row_lane": -1, "lane_slot": -1, "sampled_rows": -1, "tiles": -1, "updates": -1}  # others: 0
 # A decode round needs room for a block a lane and for a sequence that begins; a prompt's blocks come with its rows.
 _DECODE_UPDATES = 64
 _MIXED_UPDATES = 1280
@@ -26,14 +30,16 @@ class InputFields:
     """Where each field of a round of one shape lies.
 
     place: where the tokens drawn go. updates: words of the device's state that change, as (place, value). Others: `RoundInputs`, `LaneTable`.
+    group: query heads that share a key-value head.
     """
 
     offsets: Mapping[str, tuple[int, int]]
     num_words: int
     num_updates: int
+    group: int
 
     @staticmethod
-    def of(shape: RoundShape) -> "InputFields":
+    def of(shape: RoundShape, group: int) -> "InputFields":
         """For rounds of this shape."""
         updates = max(_MIXED_UPDATES if shape.mixed else _DECODE_UPDATES, 2 * shape.lanes)
         sizes = {
@@ -46,6 +52,8 @@ class InputFields:
             "start": shape.lanes,
             "observes": shape.lanes,
             "sampled_rows": shape.samples,
+            "tiles": 2 * most_tiles(shape.rows, shape.lanes, group, DECODE_ROWS) if shape.mixed else 0,
+            "shares": 3 * shape.lanes if shape.mixed else 0,
             "updates": 2 * updates,
         }
         offsets: dict[str, tuple[int, int]] = {}
@@ -53,7 +61,7 @@ class InputFields:
         for name, size in sizes.items():
             offsets[name] = (end, size)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return InputFields(offsets, end, updates)
+        return InputFields(offsets, end, updates, group)
 
     def padding(self) -> Words:
         """A round of nothing: what a buffer holds before its fields are filled."""
@@ -61,6 +69,13 @@ class InputFields:
         for name, value in _PADDING.items():
             self.host(words, name)[:] = value
         return words
+
+    def share_out(self, words: Words) -> None:
+        """Fills in, from the lanes of a mixed round, who does what of its attention."""
+        num_rows, start = self.host(words, "num_rows"), self.host(words, "start")
+        tiles = prompt_tiles(num_rows, start, self.group, DECODE_ROWS)
+        self.host(words, "tiles")[: tiles.size] = tiles.ravel()
+        self.host(words, "shares")[:] = decode_shares(num_rows, start, DECODE_ROWS).ravel()
 
     def host(self, words: Words, name: str) -> Words:
         """One field of a buffer on the host; a view."""

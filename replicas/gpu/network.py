@@ -28,9 +28,6 @@ from espalier.replicas.model.config import ModelConfig
 
 Linears = LinearGroup | DenseGroup
 
-# Lanes of one row go to the decode form, whatever has more to the prompt form: its partial sums need no room for sixteen rows a lane.
-_DECODE_ROWS = 1
-
 
 @dataclass(frozen=True, slots=True)
 class GpuLayer:
@@ -115,7 +112,6 @@ class GpuNetwork:
             scratch,
             scale=1.0 / math.sqrt(config.head_dim),
             out=buffers.attended[:rows],
-            few_rows=_DECODE_ROWS,
         )
 
     def _down(self, down: Linears, buffers: Activations, rows: int, scratch: Scratch) -> Tensor:

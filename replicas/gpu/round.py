@@ -18,7 +18,7 @@ from espalier.kernels.sampling.rows import MAX_TOP, Limits, Needs
 from espalier.kernels.sampling.sample import Drawn, sample
 from espalier.kernels.sampling.sample import scratch_size as sampling_scratch
 from espalier.replicas.gpu.activations import Activations, ActivationShape
-from espalier.replicas.gpu.inputs import InputFields
+from espalier.replicas.gpu.inputs import DECODE_ROWS, InputFields
 from espalier.replicas.gpu.kv import DeviceKV
 from espalier.replicas.gpu.network import GpuNetwork
 from espalier.replicas.gpu.rounds import RoundShape, RoundShapes
@@ -55,7 +55,8 @@ class RoundBuffers:
         rows, lanes = max(shape.rows for shape in every), max(shape.lanes for shape in every)
         self.samples = lanes
         self.activations = Activations(ActivationShape(config, rows, lanes, kv_dtype), device)
-        words = max(InputFields.of(shape).num_words for shape in every)
+        group = config.num_heads // config.num_kv_heads
+        words = max(InputFields.of(shape, group).num_words for shape in every)
         self.inputs = torch.zeros(words, dtype=torch.int32, device=device)
         self.drawn = torch.zeros(REMEMBERED_ROUNDS * lanes, dtype=torch.int32, device=device)
         self.results = torch.zeros(lanes * (3 + 2 * MAX_TOP), dtype=torch.int32, device=device)
@@ -68,10 +69,11 @@ class RoundBuffers:
         """Launches a round whose inputs lie in `inputs`. Allocates nothing and asks the device nothing."""
         state, block_size = model.state, self._block_size
 
-        def given(name: str) -> Tensor:
-            return fields.device(self.inputs, name)
+        def given(name: str, width: int = 1) -> Tensor:
+            words = fields.device(self.inputs, name)
+            return words if width == 1 else words.view(words.shape[0] // width, width)
 
-        apply_updates(given("updates").view(-1, 2), state.words.view(1, -1))
+        apply_updates(given("updates", 2), state.words.view(1, -1))
         layout = self._layout_of(shape)
         lay_out(
             RoundInputs(
@@ -93,9 +95,12 @@ class RoundBuffers:
             num_rows=given("num_rows"),
             start=given("start"),
             block_tables=layout.block_tables,
+            tiles=given("tiles", 2),
+            shares=given("shares", 3),
             min_rows=1,
             max_rows=shape.rows if shape.mixed else 1,
             max_context=shape.context,
+            few_rows=DECODE_ROWS,
         )
         if not shape.greedy:
             observe(layout.token_ids, layout.history_slot, layout.positions, state.prompt_lens, state.seen)
@@ -167,7 +172,7 @@ def round_scratch(device: DeviceClass, config: ModelConfig, shapes: RoundShapes,
     return size | attention_scratch(
         device,
         lanes,
-        1,
+        DECODE_ROWS,
         max(shape.context for shape in every),
         heads=config.num_heads,
         kv_heads=config.num_kv_heads,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 _FIRST_CONTEXT = 1024
 _CONTEXT_GROWTH = 4
 _FIRST_MIXED_ROWS = 16
-# Prompts that come alone, or beside a few: programs of attention are launched for every lane that there is room for, rows or not.
+# Prompts that come alone, or beside a few: logits are computed for every lane that there is room for, rows or not.
 _FEW_LANES = 8
 
 

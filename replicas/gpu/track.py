@@ -134,6 +134,7 @@ class Track:
         self._stream = stream
         self._ranges = ranges
         network, kv_dtype = model.network, model.kv.keys[0].dtype
+        self._group = network.config.num_heads // network.config.num_kv_heads
         with self.on_stream():
             self._buffers = RoundBuffers(network.config, shapes, kv_dtype, block_size, device)
             self._pool = CounterPool(device, stream)
@@ -152,7 +153,7 @@ class Track:
     def prepare(self, *, graphs: bool) -> None:
         """Runs every shape once, with no lanes, so that nothing is compiled later; captures each where `graphs`."""
         for shape in self.shapes.all():
-            fields = InputFields.of(shape)
+            fields = InputFields.of(shape, self._group)
             prepared = self._prepared[shape] = _Prepared(fields, fields.padding())
             with self.on_stream():
                 self._buffers.inputs[: fields.num_words].copy_(torch.from_numpy(prepared.padding))
@@ -221,6 +222,8 @@ class Track:
                 words = staging.inputs.numpy()[: fields.num_words]
                 words[:] = prepared.padding
                 num_samples = _pack(words, fields, given, place)
+                if shape.mixed:
+                    fields.share_out(words)
             self._buffers.inputs[: fields.num_words].copy_(staging.inputs[: fields.num_words], non_blocking=True)
             _record(staging.copied)
             with self._ranges("run"):

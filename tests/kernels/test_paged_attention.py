@@ -83,6 +83,11 @@ def test_refusals_name_the_argument() -> None:
         ("window", {"window": 0}),
         ("lanes.start", {"lanes": replace(table, start=table.start.long())}),
         ("lanes.block_tables", {"lanes": replace(table, block_tables=table.block_tables[:, :1])}),
+        ("lanes.few_rows", {"lanes": replace(table, few_rows=17)}),
+        ("lanes.tiles", {"lanes": replace(table, tiles=table.tiles[:0])}),
+        ("lanes.tiles", {"lanes": replace(table, tiles=table.tiles.long())}),
+        ("lanes.shares", {"lanes": replace(table, shares=table.shares[:, :2])}),
+        ("lanes.shares", {"lanes": replace(table, shares=table.shares[:0])}),
     ]
     for name, change in bad:
         with pytest.raises(ValueError, match=f"^{name}"):

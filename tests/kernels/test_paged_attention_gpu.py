@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -75,11 +76,12 @@ def attend(
     *,
     lanes: int | None = None,
     max_context: int | None = None,
+    table: LaneTable | None = None,
 ) -> torch.Tensor:
-    """As the engine calls it, twice: output and partial sums NaN before."""
+    """As the engine calls it, twice: output and partial sums NaN before. table: of these pieces, where it is not the plain one."""
     q = case.queries(pieces)
     out = torch.full_like(q, math.nan)
-    table = case.table(pieces, lanes=lanes, max_context=max_context)
+    table = table or case.table(pieces, lanes=lanes, max_context=max_context)
     scratch = scratch_for(case, table, q.shape[1], window)
     for _ in range(2):
         paged.paged_attention(q, case.keys, case.values, table, scratch, scale=case.scale, window=window, out=out)
@@ -140,6 +142,67 @@ def test_a_rows_bits_are_its_own(shape: Shape, window: int | None) -> None:
         company = [Piece(1, 299, 1), Piece(0, start, 1), Piece(2, 20, 13), Piece(1, 100, 60)]
         out = attend(case, company, window, lanes=6, max_context=5000 if start % 2 else None)
         assert torch.equal(out[1], whole[start]), start
+
+
+# Prompts at several places of their contexts, beside decode rows of contexts from one key on; lengths that end within a tile and a split.
+MIXED_LENGTHS = [3300, 1200, 77]
+MIXED = [
+    *(Piece(0, 3299, 1), Piece(1, 0, 700), Piece(2, 40, 17), Piece(0, 1000, 16), Piece(1, 700, 500), Piece(1, 255, 1)),
+    *(Piece(2, 0, 2), Piece(0, 0, 1), Piece(0, 2047, 129), Piece(1, 1199, 1), Piece(2, 0, 77), Piece(0, 256, 3)),
+]
+
+
+@pytest.mark.parametrize(("few_rows", "window"), [(1, None), (16, None), (1, 300)])
+def test_many_prompts_beside_decode_rows(shape: Shape, few_rows: int, window: int | None) -> None:
+    case = shape.case(MIXED_LENGTHS)
+    alone = torch.cat([attend(case, [piece], window) for piece in MIXED])
+    for lanes, max_context in ((12, None), (70, 9000)):
+        table = case.table(MIXED, lanes=lanes, max_context=max_context, num_tiles=700, few_rows=few_rows)
+        assert torch.equal(attend(case, MIXED, window, table=table), alone), (lanes, max_context)
+    for order in (MIXED[::-1], MIXED[1::2]):
+        rows = torch.cat([attend(case, [piece], window) for piece in order])
+        table = case.table(order, lanes=70, max_context=9000, few_rows=few_rows)
+        assert torch.equal(attend(case, order, window, table=table), rows)
+
+
+def test_who_does_what_does_not_matter() -> None:
+    case = PagedCase(MIXED_LENGTHS, 14, 2, 128, device="cuda")  # seven heads do not divide a tile
+    table = case.table(MIXED, lanes=64, max_context=9000, num_tiles=200, few_rows=1)
+    out = attend(case, MIXED, table=table)
+    assert torch.equal(attend_plain(case, MIXED), out)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        tiles = table.tiles[torch.randperm(table.tiles.shape[0], device="cuda")]
+        shares = table.shares[torch.randperm(table.shares.shape[0], device="cuda")]
+        assert torch.equal(attend(case, MIXED, table=replace(table, tiles=tiles, shares=shares)), out)
+
+
+def test_one_graph_for_many_mixed_rounds() -> None:
+    """Lanes and lists are filled in between replays, as the engine does it."""
+    case = PagedCase(MIXED_LENGTHS, 8, 2, 128, device="cuda")
+    rounds = [MIXED, MIXED[1:2], MIXED[:1], MIXED[3:9], [Piece(1, 0, 1200)], [Piece(0, 500 * i, 1) for i in range(6)]]
+    tables = [case.table(pieces, lanes=16, max_context=20000, num_tiles=150, few_rows=1) for pieces in rounds]
+    held = replace(tables[0], min_rows=1, max_rows=2048)
+    q = torch.zeros(2048, 8, 128, dtype=torch.float16, device="cuda")
+    out = torch.empty_like(q)
+    scratch = scratch_for(case, held, 8, None)
+
+    def run() -> None:
+        paged.paged_attention(q, case.keys, case.values, held, scratch, scale=case.scale, out=out)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for pieces, table in zip(rounds, tables, strict=True):
+        for name in ("first_row", "num_rows", "start", "block_tables", "tiles", "shares"):
+            getattr(held, name).copy_(getattr(table, name))
+        rows = case.queries(pieces)
+        q[: rows.shape[0]].copy_(rows)
+        out.fill_(math.nan)
+        graph.replay()
+        assert torch.equal(out[: rows.shape[0]], torch.cat([attend(case, [piece]) for piece in pieces]))
+        assert out[rows.shape[0] :].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [2, 8, 16])

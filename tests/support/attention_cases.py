@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.attention import definition
-from espalier.kernels.attention.lanes import LaneTable, lane_table
+from espalier.kernels.attention.lanes import FEW_ROWS, LaneTable, lane_table
 from espalier.kernels.attention.plan import LaneSpan
 
 
@@ -59,7 +59,15 @@ class PagedCase:
         """The sequence's rows from borders[0] on, cut there."""
         return [Piece(sequence, a, b - a) for a, b in pairwise(borders)]
 
-    def table(self, pieces: Sequence[Piece], *, lanes: int | None = None, max_context: int | None = None) -> LaneTable:
+    def table(
+        self,
+        pieces: Sequence[Piece],
+        *,
+        lanes: int | None = None,
+        max_context: int | None = None,
+        num_tiles: int | None = None,
+        few_rows: int = FEW_ROWS,
+    ) -> LaneTable:
         """Rows of the pieces, one after the other. Lanes behind the last piece have no rows; entries behind a table's end lead nowhere."""
         spans: list[LaneSpan] = []
         for piece in pieces:
@@ -68,7 +76,15 @@ class PagedCase:
             spans.append(
                 LaneSpan(spans[-1].first_row + spans[-1].num_rows if spans else 0, piece.rows, piece.start, blocks)
             )
-        table = lane_table(spans, block_size=self.block_size, max_context=max_context, num_lanes=lanes)
+        table = lane_table(
+            spans,
+            block_size=self.block_size,
+            group=self.q[0].shape[1] // self.keys.shape[1],
+            few_rows=few_rows,
+            max_context=max_context,
+            num_lanes=lanes,
+            num_tiles=num_tiles,
+        )
         for lane, span in enumerate(spans):
             table.block_tables[lane, span.blocks.shape[0] :] = -(1 << 20)
         return table.to(self.device)

@@ -170,7 +170,10 @@ def heads() -> None:
     assert torch.isfinite(keys.float()).all()
 
 
-def attention(lengths: Sequence[int], rows: Sequence[int], window: int | None) -> None:
+def attention(
+    lengths: Sequence[int], rows: Sequence[int], window: int | None, room: int | None = None, bound: int | None = None
+) -> None:
+    """room: lanes of the table. bound: of positions."""
     from espalier.kernels.attention.paged import paged_attention, scratch_size
     from espalier.kernels.device import device_class
     from espalier.kernels.linear.exl3_linear import allocate_scratch
@@ -179,7 +182,7 @@ def attention(lengths: Sequence[int], rows: Sequence[int], window: int | None) -
     pieces = [
         Piece(lane, length - count, count) for lane, (length, count) in enumerate(zip(lengths, rows, strict=True))
     ]
-    lanes, q = case.table(pieces), case.queries(pieces)
+    lanes, q = case.table(pieces, lanes=room, max_context=bound), case.queries(pieces)
     shape = {"heads": 6, "kv_heads": 2, "head_dim": 96, "window": window}
     size = scratch_size(device_class(q.device), lanes.num_lanes, lanes.max_rows, lanes.max_context, **shape)
     scratch = allocate_scratch(size, q.device)
@@ -202,4 +205,5 @@ CASES: dict[str, Callable[[], None]] = {f"linear-{form}": functools.partial(line
     "attention-decode": functools.partial(attention, (700, 33), (1, 3), None),
     "attention-window": functools.partial(attention, (700, 33), (2, 1), 300),
     "attention-prefill": functools.partial(attention, (400, 90), (150, 90), None),
+    "attention-mixed": functools.partial(attention, (4500, 90, 700), (1, 40, 3), None, 64, 9000),
 }

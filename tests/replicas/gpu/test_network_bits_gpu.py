@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # it needs Triton
 
 pytestmark = pytest.mark.gpu
 
-CONTEXT = 1024
+CONTEXT = 4096  # so long that decode rows beside prompts share programs
 SLOTS = 64
 PROMPTS = 8  # of the slots
 PROMPT_LEN = 300
