@@ -27,6 +27,8 @@ _TINY = tl.constexpr(2.0**-126)
 # x + 1.5 * 2^23 has the nearest integer to x, ties to even, in its low mantissa bits, for |x| < 2^22.
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)
 _ROUNDER_BITS = tl.constexpr(0x4B400000)
+_EIGHTH_ROUNDER = tl.constexpr(1.5 * 2.0**23 - 4.0)
+_SUM_IS_ONE = tl.constexpr(-32.0)  # 1 + e**x is 1 from here down, and well before
 
 
 @triton.jit
@@ -39,6 +41,22 @@ def exp_f32(x):
     exponent = shifted.to(tl.int32, bitcast=True) - _ROUNDER_BITS
     y = _horner(r, _EXP) * ((exponent + 126) << 23).to(tl.float32, bitcast=True)
     return tl.where(x < _UNDERFLOW, 0.0, tl.where(x > _OVERFLOW, _INF, y))
+
+
+@triton.jit
+def one_plus_exp_eighth(x):
+    """(1 + exp_f32(x)) / 8 of fp32 x, bit for bit, up to EXP_OVERFLOW; beyond it some positive finite number.
+
+    In fewer instructions: the power of two is added to the exponent in one of them, and over 8 nothing overflows, nor is the sum's
+    reciprocal subnormal. Of NaN it is NaN or not.
+    """
+    x = tl.minimum(tl.maximum(x, _SUM_IS_ONE), _OVERFLOW)
+    shifted = x * _LOG2_E + _EIGHTH_ROUNDER
+    n = shifted - _EIGHTH_ROUNDER
+    r = tl.fma(n, -_LN2_HIGH, x) - n * _LN2_LOW  # that product is exact
+    # The low bits of `shifted` are n - 4: with the factor 2 of the coefficients, e**x / 8. Its other bits are shifted out.
+    bits = _horner(r, _EXP).to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
+    return bits.to(tl.float32, bitcast=True) + 0.125
 
 
 @triton.jit

@@ -13,25 +13,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.activation.silu_mul import FLOATS, gated
+from espalier.kernels.activation.silu_mul import FLOATS, short_gated
 from espalier.kernels.dependent_launch import early_launch, wait_and_release
-from espalier.kernels.hadamard.rotate import SCALE, WARPS, block_tile, hadamard_128, launch_tile
+from espalier.kernels.device import interpreting
+from espalier.kernels.hadamard.rotate import SCALE, hadamard_128
+
+# (rows, blocks of 128) of a program of four warps: several rows share their loads of suh, a few rows are spread out instead.
+_FEW, _MANY = (1, 8), (4, 8)
+_FEW_ROWS = 64
+_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _silu_mul_rotate_kernel(
     gate_up_ptr, suh_ptr, out_ptr, num_rows, width, stride, in_features, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    EARLY: tl.constexpr,
+    COMPILED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_and_release(EARLY)
-    rows, columns = block_tile(tl.program_id(1), tl.program_id(0), ROWS, BLOCKS)
-    given = (rows < num_rows) & (columns < width)
-    gate_ptr = gate_up_ptr + rows.to(tl.int64) * stride + columns
-    y = gated(tl.load(gate_ptr, mask=given, other=0.0), tl.load(gate_ptr + width, mask=given, other=0.0))
+    columns = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)[:, None]) * 128 + tl.arange(0, 128)[None, :]
     inside = columns < in_features
-    suh = tl.load(suh_ptr + columns, mask=inside, other=0.0)
-    y = hadamard_128(y * suh.to(tl.float32)) * SCALE
-    tl.store(out_ptr + rows.to(tl.int64) * in_features + columns, y.to(tl.float16), mask=inside & (rows < num_rows))
+    first = tl.program_id(1) * ROWS
+    # All loads stand before all stores: they do not pass them by themselves.
+    suh = tl.load(suh_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    loaded = ()
+    for i in tl.static_range(ROWS):
+        given = (first + i < num_rows) & (columns < width)
+        gate_ptr = gate_up_ptr + (first + i).to(tl.int64) * stride + columns
+        pair = tl.load(gate_ptr, mask=given, other=0.0), tl.load(gate_ptr + width, mask=given, other=0.0)
+        loaded += (pair,)  # type: ignore[assignment]
+    for i in tl.static_range(ROWS):
+        y = hadamard_128(short_gated(loaded[i][0], loaded[i][1], COMPILED) * suh) * SCALE
+        row_ptr = out_ptr + (first + i).to(tl.int64) * in_features
+        tl.store(row_ptr + columns, y.to(tl.float16), mask=inside & (first + i < num_rows))
 
 
 def silu_mul_rotate(gate_up: Tensor, suh: Tensor, out: Tensor) -> None:
@@ -62,9 +75,9 @@ def silu_mul_rotate(gate_up: Tensor, suh: Tensor, out: Tensor) -> None:
         )
     if num_rows == 0:
         return
-    rows, blocks = launch_tile(num_rows)
+    rows, blocks = _FEW if num_rows <= _FEW_ROWS else _MANY
     grid = (triton.cdiv(in_features, 128 * blocks), triton.cdiv(num_rows, rows))
     _silu_mul_rotate_kernel[grid](
         gate_up, suh, out, num_rows, width, gate_up.stride(0), in_features,
-        ROWS=rows, BLOCKS=blocks, num_warps=WARPS, enable_fp_fusion=False, **early_launch(gate_up.device),
+        ROWS=rows, BLOCKS=blocks, COMPILED=not interpreting(), num_warps=_WARPS, enable_fp_fusion=False, **early_launch(gate_up.device),
     )  # fmt: skip

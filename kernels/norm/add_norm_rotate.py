@@ -18,9 +18,9 @@ from espalier.kernels.dependent_launch import early_launch, wait_and_release
 from espalier.kernels.hadamard.rotate import SCALE, hadamard_128
 from espalier.kernels.norm.rms_norm import FLOATS, inverse_rms, normed, row_columns, row_levels
 
-_BLOCKS = 8  # of 128 columns, rotated at a time
-_WARPS = 4
-_SPREAD_ROWS = 256  # up to so many rows, a program does no more than _BLOCKS of a row
+_WARPS = 8
+_FEW_ROWS, _FEW_BLOCKS, _BLOCKS = 16, 8, 16  # blocks of 128 columns of a tile: of few rows, and of more
+_SPREAD_ROWS = 256  # up to so many rows, a program does one tile of a row; beyond, all of them
 
 
 @triton.jit
@@ -29,6 +29,16 @@ def _sum(residual_ptr, y_ptr, columns, mask, HAS_Y: tl.constexpr):
     if HAS_Y:
         x = x + tl.load(y_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     return x
+
+
+@triton.jit
+def _weights(weight_ptr, suh_ptr, columns, width, in_features, MEMBERS: tl.constexpr):
+    """Norm weights of a tile, and suh of every member."""
+    suhs = ()
+    for member in tl.static_range(MEMBERS):
+        suh = tl.load(suh_ptr + member * in_features + columns, mask=columns < in_features, other=0.0)
+        suhs += (suh,)  # type: ignore[assignment]
+    return tl.load(weight_ptr + columns, mask=columns < width, other=0.0), suhs
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
@@ -45,24 +55,29 @@ def _add_norm_rotate_kernel(
     y_ptr += row * y_stride
     places, filled = row_columns(WIDTH, HIGH, LEVELS)
     whole = _sum(residual_ptr, y_ptr, places, filled, HAS_Y)
-    scale = inverse_rms(whole, eps, WIDTH, HIGH, LEVELS, ODD_LEVELS)
 
+    # A tile's loads stand before the stores of the one before, and the first tile's before the sum: loads pass neither by themselves.
+    columns = (tl.program_id(0) * (TILES * BLOCKS) + tl.arange(0, BLOCKS)[:, None]) * 128 + tl.arange(0, 128)[None, :]
+    x = _sum(residual_ptr, y_ptr, columns, columns < WIDTH, HAS_Y)
+    if TILES == 1:
+        weight, suhs = _weights(weight_ptr, suh_ptr, columns, WIDTH, in_features, MEMBERS)
+    scale = inverse_rms(whole, eps, WIDTH, HIGH, LEVELS, ODD_LEVELS)
     for tile in range(TILES):
-        block = (tl.program_id(0) * TILES + tile) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
-        columns = block * 128 + tl.arange(0, 128)[None, :]
-        inside = columns < WIDTH
-        x = _sum(residual_ptr, y_ptr, columns, inside, HAS_Y)
+        if TILES > 1:
+            weight, suhs = _weights(weight_ptr, suh_ptr, columns, WIDTH, in_features, MEMBERS)
+        here, total, y = columns, x, normed(x, scale, weight, UNIT_OFFSET)
+        columns += BLOCKS * 128
+        if TILES > 1:
+            x = _sum(residual_ptr, y_ptr, columns, (columns < WIDTH) & (tile + 1 < TILES), HAS_Y)
+        inside = here < WIDTH
         if HAS_Y:
-            tl.store(sum_ptr + row * WIDTH + columns, x, mask=inside)
-        y = normed(x, scale, tl.load(weight_ptr + columns, mask=inside, other=0.0), UNIT_OFFSET)
+            tl.store(sum_ptr + row * WIDTH + here, total, mask=inside)
         if HAS_NORMED:
-            tl.store(normed_ptr + row * WIDTH + columns, y.to(normed_ptr.dtype.element_ty), mask=inside)
-        rotatable = columns < in_features
+            tl.store(normed_ptr + row * WIDTH + here, y.to(normed_ptr.dtype.element_ty), mask=inside)
         for member in tl.static_range(MEMBERS):
-            suh = tl.load(suh_ptr + member * in_features + columns, mask=rotatable, other=0.0)
-            rotated = hadamard_128(y * suh.to(tl.float32)) * SCALE
+            rotated = hadamard_128(y * suhs[member].to(tl.float32)) * SCALE
             out_ptr = rotated_ptr + (member * num_rows + row) * in_features
-            tl.store(out_ptr + columns, rotated.to(tl.float16), mask=rotatable)
+            tl.store(out_ptr + here, rotated.to(tl.float16), mask=here < in_features)
 
 
 def add_norm_rotate(
@@ -89,15 +104,16 @@ def add_norm_rotate(
     if num_rows == 0:
         return
     members, in_features = (0, width) if suh is None else suh.shape
-    tiles = triton.cdiv(in_features, 128 * _BLOCKS)
+    blocks = _FEW_BLOCKS if num_rows <= _FEW_ROWS else _BLOCKS
+    tiles = triton.cdiv(in_features, 128 * blocks)
     programs = tiles if num_rows <= _SPREAD_ROWS else 1
     high, levels, odd_levels = row_levels(width)
     _add_norm_rotate_kernel[(programs, num_rows)](
         residual, residual if y is None else y, weight, suh, total, normed, rotated,
         eps, num_rows, 0 if y is None else y.stride(0), in_features,
         WIDTH=width, MEMBERS=members, HAS_Y=y is not None, HAS_NORMED=normed is not None, UNIT_OFFSET=unit_offset,
-        HIGH=high, LEVELS=levels, ODD_LEVELS=odd_levels, TILES=tiles // programs, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
-        **early_launch(residual.device),
+        HIGH=high, LEVELS=levels, ODD_LEVELS=odd_levels, TILES=tiles // programs, BLOCKS=blocks, num_warps=_WARPS,
+        enable_fp_fusion=False, **early_launch(residual.device),
     )  # fmt: skip
 
 

@@ -60,16 +60,19 @@ def row_columns(WIDTH: tl.constexpr, HIGH: tl.constexpr, LEVELS: tl.constexpr):
 def inverse_rms(x, eps, WIDTH: tl.constexpr, HIGH: tl.constexpr, LEVELS: tl.constexpr, ODD_LEVELS: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of a row laid out by `row_columns`, zeros where it has no column."""
     total = tree_sum(x * x, HIGH)
-    if ODD_LEVELS > 0:
-        columns, inside = tree_columns(WIDTH >> HIGH, LEVELS, ODD_LEVELS)
-        total = tl.where(inside, tl.gather(total, columns, 0), 0.0)
+    # The gather also deals the columns out so that a lane adds its own first, which pays where they are in order already.
+    columns, inside = tree_columns(WIDTH >> HIGH, LEVELS, ODD_LEVELS)
+    total = tl.where(inside, tl.gather(total, columns, 0), 0.0)
     return _inverse_root(tree_sum(total, LEVELS), eps, WIDTH)
 
 
 @triton.jit
-def head_inverse_rms(x, eps, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of each head: x [2^LEVELS, heads], laid out by `tree_columns`, zeros where it has no column -> [heads]."""
-    return _inverse_root(tree_sum(x * x, LEVELS), eps, WIDTH)
+def head_inverse_rms(squares, eps, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of each head: squares [2^LEVELS, heads], laid out by `tree_columns`, zeros where it has no column -> [heads].
+
+    With fewer levels than the width has: what the halvings before them left.
+    """
+    return _inverse_root(tree_sum(squares, LEVELS), eps, WIDTH)
 
 
 @triton.jit

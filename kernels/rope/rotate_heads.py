@@ -29,16 +29,22 @@ def turn_heads(
     x_ptr, out_ptr, mask [1, heads]: where each head begins, and which are wanted. HALF: half of the dimensions that turn, the first ones.
     A position outside of the table gives NaN: a launch cannot refuse it, and must not read beyond the table.
     """
-    scale = tl.full([1, 1], 1.0, tl.float32)
-    if HAS_NORM:
-        columns, inside = tree_columns(HEAD_DIM, LEVELS, ODD_LEVELS)
-        x = tl.load(x_ptr + columns[:, None], mask=mask & inside[:, None], other=0.0).to(tl.float32)
-        scale = head_inverse_rms(x, eps, HEAD_DIM, LEVELS)[None, :]
     # Every head has its own copy of angles and weights, in its values' layout, so that threads exchange nothing.
     columns = tl.broadcast_to(tl.arange(0, HALF_PADDED)[:, None], [HALF_PADDED, mask.shape[1]])
     turns = mask & (columns < HALF)
-    first = _load_normed(x_ptr, columns, turns, weight_ptr, scale, HAS_NORM, UNIT_OFFSET)
-    second = _load_normed(x_ptr, columns + HALF, turns, weight_ptr, scale, HAS_NORM, UNIT_OFFSET)
+    first = tl.load(x_ptr + columns, mask=turns, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + columns + HALF, mask=turns, other=0.0).to(tl.float32)
+    scale = tl.full([1, 1], 1.0, tl.float32)
+    if HAS_NORM:
+        if HALF == HALF_PADDED and 2 * HALF == HEAD_DIM:
+            # The first halving of the tree adds one half to the other.
+            scale = head_inverse_rms(first * first + second * second, eps, HEAD_DIM, LEVELS - 1)[None, :]
+        else:
+            tree, inside = tree_columns(HEAD_DIM, LEVELS, ODD_LEVELS)
+            x = tl.load(x_ptr + tree[:, None], mask=mask & inside[:, None], other=0.0).to(tl.float32)
+            scale = head_inverse_rms(x * x, eps, HEAD_DIM, LEVELS)[None, :]
+        first = _normed(first, columns, turns, weight_ptr, scale, UNIT_OFFSET)
+        second = _normed(second, columns + HALF, turns, weight_ptr, scale, UNIT_OFFSET)
     known = turns & (position >= 0) & (position < num_positions)
     places = position.to(tl.int64) * HALF + columns
     cos = tl.load(cos_ptr + places, mask=known, other=float("nan"))
@@ -48,16 +54,15 @@ def turn_heads(
     if REST_PADDED > 0:
         columns = tl.broadcast_to(tl.arange(0, REST_PADDED)[:, None], [REST_PADDED, mask.shape[1]]) + 2 * HALF
         stays = mask & (columns < HEAD_DIM)
-        rest = _load_normed(x_ptr, columns, stays, weight_ptr, scale, HAS_NORM, UNIT_OFFSET)
+        rest = tl.load(x_ptr + columns, mask=stays, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            rest = _normed(rest, columns, stays, weight_ptr, scale, UNIT_OFFSET)
         tl.store(out_ptr + columns, rest.to(out_ptr.dtype.element_ty), mask=stays)
 
 
 @triton.jit
-def _load_normed(x_ptr, columns, mask, weight_ptr, scale, HAS_NORM: tl.constexpr, UNIT_OFFSET: tl.constexpr):
-    x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    if HAS_NORM:
-        x = normed(x, scale, tl.load(weight_ptr + columns, mask=mask, other=0.0), UNIT_OFFSET)
-    return x
+def _normed(x, columns, mask, weight_ptr, scale, UNIT_OFFSET: tl.constexpr):
+    return normed(x, scale, tl.load(weight_ptr + columns, mask=mask, other=0.0), UNIT_OFFSET)
 
 
 @triton.jit(do_not_specialize=["num_positions"])

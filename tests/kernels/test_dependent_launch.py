@@ -15,7 +15,13 @@ from espalier.kernels.norm import add_norm_rotate
 from tests.support.sass import READS, RELEASE, WAIT, WRITES, MachineCode, compile_kernel
 
 ROTATE = {"MEMBERS": 2, "ROWS": 1, "BLOCKS": 8}
-NORM = {"WIDTH": 5120, "MEMBERS": 2, "HAS_Y": True, "HAS_NORMED": True, "UNIT_OFFSET": False, "TILES": 1, "BLOCKS": 8}
+NORM = {
+    "WIDTH": 5120,
+    "MEMBERS": 2,
+    "HAS_Y": True,
+    "HAS_NORMED": True,
+    "UNIT_OFFSET": False,
+}
 TREE = dict(zip(("HIGH", "LEVELS", "ODD_LEVELS"), add_norm_rotate.row_levels(5120), strict=True))
 POINTERS = {
     **dict.fromkeys(("x_ptr", "suh_ptr", "out_ptr", "gate_up_ptr", "y_ptr", "weight_ptr", "rotated_ptr"), "*fp16"),
@@ -24,8 +30,14 @@ POINTERS = {
 }
 KERNELS: dict[str, tuple[Any, Mapping[str, Any], int]] = {
     "rotate": (rotate._rotate_input_kernel, ROTATE, rotate.WARPS),
-    "add-norm-rotate": (add_norm_rotate._add_norm_rotate_kernel, NORM | TREE, 4),
-    "silu-mul-rotate": (silu_mul_rotate._silu_mul_rotate_kernel, {"ROWS": 1, "BLOCKS": 8}, rotate.WARPS),
+    "add-norm-rotate": (add_norm_rotate._add_norm_rotate_kernel, NORM | TREE | {"TILES": 1, "BLOCKS": 8}, 8),
+    "add-norm-rotate-whole-rows": (
+        add_norm_rotate._add_norm_rotate_kernel,
+        NORM | TREE | {"TILES": 3, "BLOCKS": 16},
+        8,
+    ),
+    "silu-mul-rotate": (silu_mul_rotate._silu_mul_rotate_kernel, {"ROWS": 1, "BLOCKS": 8, "COMPILED": True}, 4),
+    "silu-mul-rotate-of-rows": (silu_mul_rotate._silu_mul_rotate_kernel, {"ROWS": 4, "BLOCKS": 8, "COMPILED": True}, 4),
 }
 
 

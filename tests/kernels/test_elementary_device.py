@@ -12,7 +12,13 @@ from tests.support.interpret import interpreted
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from espalier.kernels.elementary_device import exp_f32, log_f32, tree_index, tree_sum  # noqa: E402
+from espalier.kernels.elementary_device import (  # noqa: E402
+    exp_f32,
+    log_f32,
+    one_plus_exp_eighth,
+    tree_index,
+    tree_sum,
+)
 
 LENGTHS = [1, 2, 3, 5, 7, 64, 127, 128, 576, 640, 1000, 2304, 4352, 5120]
 
@@ -22,6 +28,12 @@ def _apply(x, y, n, LOG: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < n, other=0.0)
     tl.store(y + i, log_f32(value) if LOG else exp_f32(value), mask=i < n)
+
+
+@triton.jit
+def _apply_sum(x, y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + i, one_plus_exp_eighth(tl.load(x + i, mask=i < n, other=0.0)), mask=i < n)
 
 
 @triton.jit
@@ -60,6 +72,13 @@ def check_functions(device: str, count: int) -> None:
         y = torch.full_like(x, math.nan)
         _apply[(triton.cdiv(x.numel(), 1024 * 64),)](x, y, x.numel(), LOG=log, BLOCK=1024 * 64, enable_fp_fusion=False)
         assert same_bits(y.cpu(), function(x.cpu()))
+    x = x[~x.isnan()]
+    y = torch.full_like(x, math.nan)
+    _apply_sum[(triton.cdiv(x.numel(), 1024 * 64),)](x, y, x.numel(), BLOCK=1024 * 64, enable_fp_fusion=False)
+    x, y = x.cpu(), y.cpu()
+    known = x <= elementary.EXP_OVERFLOW
+    assert same_bits(y[known], (elementary.exp_f32(x[known]) + 1.0) / 8)
+    assert bool(((y > 0.0) & y.isfinite()).all())
 
 
 def check_sum(device: str, n: int) -> None:

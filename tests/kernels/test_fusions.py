@@ -70,10 +70,21 @@ def test_norm_interpreted(y_dtype: torch.dtype | None, shape: tuple[int, int, in
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(1, 128, 128), (35, 72, 128)])
+@pytest.mark.parametrize("shape", [(1, 128, 128), (35, 72, 128), (67, 128, 128)])
 @interpreted
 def test_silu_interpreted(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     check_silu("cpu", dtype, *shape)
+
+
+@interpreted
+def test_whole_rows_interpreted() -> None:
+    """As with many rows: a program goes through the tiles of a row."""
+    from espalier.kernels.norm import add_norm_rotate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(add_norm_rotate, "_SPREAD_ROWS", 0)
+        check_norm("cpu", torch.float16, 2, 2, 2304, 2304)
+        check_norm("cpu", None, 1, 1, 256, 256)
 
 
 @interpreted
@@ -116,20 +127,20 @@ def test_silu(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.gpu
-def test_silu_of_every_kind_of_number() -> None:
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_silu_of_every_kind_of_number(dtype: torch.dtype) -> None:
     from espalier.kernels.activation.silu_mul import silu_mul
 
-    every_half = torch.arange(-32768, 32768).short().view(torch.float16)
-    ends = torch.tensor(
-        [0.0, -0.0, 1e-45, -1e-45, 86.5, 88.375, -86.5, -88.375, 88.38, -88.38, 3e38, -3e38, 1e-38, torch.inf]
-    )
-    gate = torch.cat([every_half.float(), ends, -ends, torch.randn(100_000) * 40])
-    gate_up = (
-        torch.stack([gate, torch.ones_like(gate)], dim=1).view(1, -1, 2).transpose(1, 2).reshape(1, -1).contiguous()
-    )
-    out = poisoned(1, len(gate), device="cuda")
-    silu_mul(gate_up.cuda(), out)
-    assert same_bits(out[0], silu_mul_ieee(gate, torch.ones_like(gate)))
+    every_half = torch.arange(-32768, 32768).short()
+    ends = torch.tensor([1e-45, 86.5, 88.375, 88.38, 3e38, 1e-38])
+    gate = torch.cat([every_half.view(torch.float16).float(), ends, -ends, torch.randn(100_000) * 40])
+    # Every number of a 16-bit dtype; small ups make products below what fp32 holds exactly.
+    gate = gate if dtype == torch.float32 else every_half.view(dtype)
+    for up in (torch.ones(len(gate)), torch.randn(len(gate)), torch.full((len(gate),), 6e-8)):
+        gate_up = torch.cat([gate, up.to(dtype)]).unsqueeze(0)
+        out = poisoned(1, len(gate), device="cuda")
+        silu_mul(gate_up.cuda(), out)
+        assert same_bits(out[0], silu_mul_ieee(gate, up.to(dtype)))
 
 
 @pytest.mark.gpu

@@ -95,7 +95,7 @@ def check_alone(device: str, round_: Round, dtype: torch.dtype) -> None:
     assert same_bits(out, rotate(round_.q, round_.cos[round_.positions], round_.sin[round_.positions]).to(dtype))
 
 
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (96, 96), (128, 32)])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (96, 96), (128, 32), (128, 96)])
 @interpreted
 def test_interpreted(head_dim: int, rotary_dim: int) -> None:
     round_ = Round(torch.float16, 3, 5, 2, head_dim, rotary_dim, CONFIGS[1])
