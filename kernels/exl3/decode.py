@@ -216,3 +216,19 @@ def decode_words(
     q = gl.join(even, odd)  # [lane, k bit 0, k bit 3, n bit 3, k bit 5, k bit 4]
     q = q.reshape([TILES, 8, 4, 2, 2, 2, 2, 2]).permute((0, 5, 1, 6, 7, 4, 2, 3)).reshape([16 * TILES, 64])
     return gl.convert_layout(q, A, assert_trivial=True)
+
+
+@gluon.jit
+def decode_tile(
+    packed,
+    TILE: gl.constexpr,
+    A: gl.constexpr,
+    TILES: gl.constexpr,
+    RATE2: gl.constexpr,
+    CODEBOOK: gl.constexpr,
+    JOIN: gl.constexpr = JOIN_PRMT,
+):
+    """`decode_words` for 16 inputs, the step's tile TILE of four: fp16 [16 TILES, 16] in layout A."""
+    q = _tile_values(packed, TILE, RATE2, CODEBOOK, JOIN)  # [lane, k bit 0, k bit 3, n bit 3]
+    q = q.reshape([TILES, 8, 4, 2, 2, 2]).permute((0, 5, 1, 4, 2, 3)).reshape([16 * TILES, 16])
+    return gl.convert_layout(q, A, assert_trivial=True)

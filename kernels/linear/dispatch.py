@@ -29,10 +29,13 @@ class Form(enum.StrEnum):
 # cost of decoding against what the product gains: no gain at 1,024 rows, about even at 1,536 (benchmarks/notes/exl3-linear-prompts.md).
 _LAST_IN_REGISTERS = 1535
 # (rows up to and with which it is the fastest, form); the form for the most rows serves the rest.
-_PORTABLE = ((64, Form.ROWS_MMA),)
+_PORTABLE = ((128, Form.ROWS_MMA),)
 _ON_HOPPER = ((16, Form.ROWS_MMA), (128, Form.ROWS_WGMMA), (_LAST_IN_REGISTERS, Form.PROMPT_WGMMA))
 # From so many output columns on, 128 rows already fill the SMs with prompt tiles.
 _WIDE = 16384
+# From so many on, a head's, 64 rows fill any card with prompt tiles, whose sums never leave their SM.
+_HEAD = 65536
+_PORTABLE_HEAD = ((32, Form.ROWS_MMA),)
 _ON_HOPPER_WIDE = ((16, Form.ROWS_MMA), (64, Form.ROWS_WGMMA), (_LAST_IN_REGISTERS, Form.PROMPT_WGMMA))
 
 
@@ -41,7 +44,7 @@ def thresholds(device: DeviceClass, out_features: int) -> tuple[tuple[int, Form]
     if not device.gluon:
         return ()
     if device.capability != HOPPER:
-        return _PORTABLE
+        return _PORTABLE_HEAD if out_features >= _HEAD else _PORTABLE
     return _ON_HOPPER_WIDE if out_features >= _WIDE else _ON_HOPPER
 
 

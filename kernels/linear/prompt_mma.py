@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import device_class
-from espalier.kernels.exl3.decode import JOIN_IMAD, decode_words, load_words
+from espalier.kernels.exl3.decode import JOIN_IMAD, decode_tile, load_words
 from espalier.kernels.linear.group import LinearGroup, Run
 from espalier.kernels.linear.places import member_of
 from espalier.kernels.linear.prompt_output import store_tokens
@@ -103,9 +103,13 @@ def prompt_mma(
                 at = gl.minimum(step + STAGES - 1, end)
                 async_copy.async_copy_global_to_shared(stages.index((step + STAGES - 1) % STAGES), px + at * 64)
                 async_copy.commit_group()
-                w = decode_words(packed, A, 2 * _W, RATE2, CODEBOOK, JOIN_IMAD)
-                packed = load_words(words, tile, gl.minimum(step + 1, end), ROW, RATE2, 2 * _W, _W)
-                acc = mma_v2(w, stages.index(step % STAGES).permute((1, 0)).load(B), acc)
+                x_step = stages.index(step % STAGES)
+                following = load_words(words, tile, gl.minimum(step + 1, end), ROW, RATE2, 2 * _W, _W)
+                # Each 16 inputs are multiplied as soon as they are decoded, which keeps few weights and rows in registers.
+                for i in gl.static_range(4):
+                    weights = decode_tile(packed, i, A, 2 * _W, RATE2, CODEBOOK, JOIN_IMAD)
+                    acc = mma_v2(weights, x_step.slice(16 * i, 16, dim=1).permute((1, 0)).load(B), acc)
+                packed = following
                 step += 1
         if split > 0:
             acc += totals.permute((1, 0)).load(ACC)

@@ -59,7 +59,7 @@ def mma_shape(in_features: int, rows: int) -> RowsShape:
     blocks = -(-in_features // (BORDER * num_splits(in_features)))  # of the longest split
     if blocks <= {8: 20, 16: 5, 32: 5, 64: 0}[tile]:
         return RowsShape(tile, blocks, True, min(tile, 16), registers={8: 56, 16: 64, 32: 80}[tile])
-    return RowsShape(tile, 4 if tile == 32 else 2, False, min(tile, 16), registers=80 if tile == 32 else None)
+    return RowsShape(tile, 4 if tile == 32 else 2, False, min(tile, 16), registers={32: 80, 64: 96}.get(tile))
 
 
 def wgmma_shape(in_features: int, out_features: int, rows: int) -> RowsShape:
@@ -67,15 +67,31 @@ def wgmma_shape(in_features: int, out_features: int, rows: int) -> RowsShape:
     # Two tiles of 64 rows find their second copy of the words in L2; long splits of few columns gain more by decoding them once.
     most = 128 if in_features >= 2 * out_features else 64
     tile = next((tile for tile in (32, 64) if rows <= tile), most)
+    shape = RowsShape(tile, 2, False, 16, registers={32: 80, 64: 96}.get(tile))
+    return in_spans(shape, in_features, out_features, rows)
+
+
+def in_spans(shape: RowsShape, in_features: int, out_features: int, rows: int) -> RowsShape:
+    """`shape`, in spans of columns where the partial sums of all columns do not fit the L2."""
     sums = rows * out_features * num_splits(in_features) * 4
-    span = 16 if sums > _SUMS_IN_L2 else None
-    return RowsShape(tile, 2, False, 16, registers={32: 80, 64: 96}.get(tile), span=span)
+    return dataclasses.replace(shape, span=16) if sums > _SUMS_IN_L2 else shape
 
 
 def register_cap(shape: RowsShape, group: LinearGroup, device: DeviceClass) -> int | None:
     """Measured on Hopper with mul1. Other codebooks, and 8 bits, need a few registers more and would spill; other cards were not measured."""
     fits = all(run.codebook is Codebook.MUL1 and run.rate < 8 for run in group.runs)
     return shape.registers if device.capability == HOPPER and fits else None
+
+
+def mma_register_cap(shape: RowsShape, group: LinearGroup, device: DeviceClass) -> int | None:
+    """`register_cap` of `rows_mma`, whose tile of 64 rows has none to spare."""
+    if shape.token_tile == 64:
+        if device.capability != HOPPER:
+            # Left alone, the compiler comes down to 96 registers, and may spill for it.
+            return None if all(run.codebook is Codebook.MUL1 for run in group.runs) else 168
+        if any(run.rate > 4 for run in group.runs):
+            return None
+    return register_cap(shape, group, device)
 
 
 def evenly(shape: RowsShape, programs: int, tiles: int, tile_bytes: int, device: DeviceClass) -> RowsShape:

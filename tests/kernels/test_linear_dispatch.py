@@ -36,6 +36,12 @@ def test_wgmma_is_for_hopper() -> None:
     assert possible_forms(CPU) == ()
 
 
+def test_a_head_goes_to_the_prompt_form_early_without_wgmma() -> None:
+    for device in (AMPERE, BLACKWELL):
+        assert [choose_form(device, rows, 248320) for rows in (32, 33)] == [Form.ROWS_MMA, Form.PROMPT_MMA]
+        assert [choose_form(device, rows, 17408) for rows in (128, 129)] == [Form.ROWS_MMA, Form.PROMPT_MMA]
+
+
 @pytest.mark.parametrize("out_features", [1024, 17408])
 def test_weights_are_decoded_once_where_rows_are_many(out_features: int) -> None:
     pytest.importorskip("triton")

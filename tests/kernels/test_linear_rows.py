@@ -13,12 +13,13 @@ import torch
 from espalier.kernels.device import DeviceClass
 from espalier.kernels.exl3.codebook import Codebook
 from espalier.kernels.exl3.layout import RATES
-from espalier.kernels.linear.group import LinearGroup, pack_group
+from espalier.kernels.linear.group import LinearGroup, Run, pack_group
 from espalier.kernels.linear.rows_launch import (
     RowsShape,
     evenly,
     launch_grid,
     member_ends,
+    mma_register_cap,
     mma_shape,
     num_token_blocks,
     register_cap,
@@ -94,7 +95,14 @@ def test_registers_are_capped_where_that_was_measured() -> None:
     mul1 = pack_group([random_linear(640, 128, 4.0, Codebook.MUL1)], [None])
     assert register_cap(shape, mul1, HOPPER) == shape.registers
     assert register_cap(shape, mixed_group(), HOPPER) is None
-    assert register_cap(shape, mul1, dataclasses.replace(HOPPER, capability=(8, 6))) is None
+    other = dataclasses.replace(HOPPER, capability=(8, 6))
+    assert register_cap(shape, mul1, other) is None
+    assert mma_register_cap(shape, mul1, HOPPER) == shape.registers
+    many = mma_shape(640, 64)
+    six = pack_group([random_linear(640, 128, 6.0, Codebook.MUL1)], [None])
+    caps = [mma_register_cap(many, group, HOPPER) for group in (mul1, six, mixed_group())]
+    assert caps == [many.registers, None, None]
+    assert [mma_register_cap(many, group, other) for group in (mul1, mixed_group())] == [None, 168]
 
 
 def test_scratch_grows_with_rows_and_holds_every_partial_sum() -> None:
@@ -149,10 +157,11 @@ def compiled(
         pointers["x"] = f"tensordesc<fp16[{shape.token_tile}, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
     else:
         kernel, constants["WHOLE"], pointers["x"] = one_run_mma, shape.whole, "*fp16"
-    options = {
-        "enable_fp_fusion": False,
-        "maxnreg": shape.registers if codebook == 2 and rate < 8 and capability == 90 else None,
-    }
+    run = Run(0, 5120, rate, tuple(Codebook)[codebook], torch.empty(0))
+    group = LinearGroup(width, (5120,), (run,), torch.empty(0), torch.empty(0), None)
+    device = dataclasses.replace(HOPPER, capability=divmod(capability, 10))
+    cap = register_cap if form == "rows_wgmma" else mma_register_cap
+    options = {"enable_fp_fusion": False, "maxnreg": cap(shape, group, device)}
     types = {**pointers, "T": "i32", "out_stride": "i32", **types}
     return compile_kernel(kernel, types, constants, capability, shape.warps, **options)
 
@@ -193,8 +202,13 @@ def test_the_portable_form_compiles_for_every_card(capability: int, rows: int) -
     opcodes = {opcode.split(".")[0] for _, opcode, _ in code.instructions}
     assert "HMMA" in opcodes and "HGMMA" not in opcodes
     # A turn of the loop decodes 128 x 16 weights a warp, 64 a lane; what the tensor core's operands cost comes on top.
+    loop = code.longest_loop()
     if rows == 1:
-        assert code.longest_loop().total() < 64 * 5.5
+        assert loop.total() < 64 * 5.5
+    else:
+        assert (loop["HMMA"], loop["LDSM"]) == (64, 32) and loop.total() < 64 * 5.5 + 64 + 32 + 48
+    if capability == 90:
+        assert code.registers <= 96, "five programs share an SM"
 
 
 @needs_triton
