@@ -1,9 +1,9 @@
 """EXL3 linear of very many rows on Hopper: kernel and launcher. Weights are decoded once, into scratch, and multiplied from there.
 
-Columns go span by span: `decode_weights.py` writes a span as fp16, then a persistent, warp-specialized kernel with tiles of 192 tokens x 128 columns
-multiplies it (prompt_decoded_multiply.py), in the order of `prompt_schedule.py`. `prompt_wgmma` decodes each weight once for 256 tokens instead,
-which costs more power and instructions than the way through memory once rows are many. All partial sums of a row are formed
-and added as in every other form.
+Columns go span by span: `decode_weights.py` writes a span as fp16, then a persistent, warp-specialized kernel multiplies it
+(prompt_decoded_multiply.py) with tiles of 128 columns and 192 tokens, or 128 or 64 where those fill the device better (`choose_spans`).
+`prompt_wgmma` decodes each weight once for 256 tokens instead, which costs more power and instructions than the way through memory once rows
+are many. All partial sums of a row are formed and added as in every other form.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803, N806 (compile-time constants of kernels are in capitals, as Triton's own are)
@@ -21,8 +21,8 @@ from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import device_class
 from espalier.kernels.linear import decode_weights
 from espalier.kernels.linear.group import LinearGroup, Run
-from espalier.kernels.linear.prompt_decoded_multiply import CONSUMERS, ROWS, TOKENS, consumer, producer
-from espalier.kernels.linear.prompt_schedule import MAX_PROGRAMS, choose_span, deal, member_ends
+from espalier.kernels.linear.prompt_decoded_multiply import CONSUMERS, ROWS, consumer, producer
+from espalier.kernels.linear.prompt_schedule import choose_spans, member_ends
 from espalier.kernels.linear.splits import BORDER, num_splits
 
 BLOCK = 128  # columns of a tile
@@ -33,12 +33,15 @@ _OTHER_WARPS: gl.constexpr = gl.constexpr([4, 4, 1])  # second and third consume
 _REGISTERS: gl.constexpr = gl.constexpr([160, 160, 24])
 
 
-@gluon.jit(do_not_specialize=["T", "blocks", "whole", "dealers", "first_block", "NB"])
+@gluon.jit(do_not_specialize=["T", "tokens", "blocks", "first_block", "NB"])
 def prompt_decoded(
-    x, weights, svh, bias, out, partials, counters, T, out_stride, blocks, whole, dealers, first_block, NB,
-    ENDS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    x, weights, svh, bias, out, T, tokens, out_stride, blocks, first_block, NB, ENDS: gl.constexpr,
+    STAGES: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """NB: column blocks of the span, which begins at block `first_block` of the group. svh, bias, out: at the span's first column."""
+    """tokens: of a tile, 64, 128 or 192. blocks: of 128 inputs. NB: column blocks of the span, which begins at block `first_block` of the group.
+
+    svh, bias, out: at the span's first column.
+    """
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(gl.float16, [STAGES * CONSUMERS, ROWS, 64], x.layout)
     ws = gl.allocate_shared_memory(gl.float16, [STAGES, 128, 64], weights.layout)
@@ -49,14 +52,10 @@ def prompt_decoded(
         mbarrier.init(free.index(i), count=CONSUMERS)
     gl.warp_specialize(
         [
-            (consumer, (0, xs, ws, ready, free, svh, bias, out, partials, counters, T, out_stride, blocks, whole,
-                        dealers, NB, STAGES, SPLITS)),
-            (consumer, (1, xs, ws, ready, free, svh, bias, out, partials, counters, T, out_stride, blocks, whole,
-                        dealers, NB, STAGES, SPLITS)),
-            (consumer, (2, xs, ws, ready, free, svh, bias, out, partials, counters, T, out_stride, blocks, whole,
-                        dealers, NB, STAGES, SPLITS)),
-            (producer, (x, weights, xs, ws, ready, free, T, blocks, whole, dealers, first_block, NB, ENDS, STAGES,
-                        SPLITS)),
+            (consumer, (0, xs, ws, ready, free, svh, bias, out, T, tokens, out_stride, blocks, NB, STAGES, SPLITS)),
+            (consumer, (1, xs, ws, ready, free, svh, bias, out, T, tokens, out_stride, blocks, NB, STAGES, SPLITS)),
+            (consumer, (2, xs, ws, ready, free, svh, bias, out, T, tokens, out_stride, blocks, NB, STAGES, SPLITS)),
+            (producer, (x, weights, xs, ws, ready, free, T, tokens, blocks, first_block, NB, ENDS, STAGES)),
         ],
         _OTHER_WARPS,
         _REGISTERS,
@@ -70,11 +69,7 @@ class Span:
     run: Run
     first_block: int
     blocks: int
-
-
-def _sums_size(in_features: int) -> int:
-    # of tiles that several programs share
-    return MAX_PROGRAMS * num_splits(in_features) * BLOCK * int(TOKENS.value)
+    tokens: int  # of a tile: 64, 128 or 192
 
 
 def _most_blocks(in_features: int) -> int:
@@ -82,76 +77,60 @@ def _most_blocks(in_features: int) -> int:
 
 
 def scratch_size(in_features: int, widths: tuple[int, ...], rows: int) -> ScratchSize:
-    """Sums of tiles that several programs share, and the decoded weights of a span, two to a partial sum. The same for all rows."""
-    blocks = min(_most_blocks(in_features), sum(widths) // BLOCK)
-    return ScratchSize(
-        counters=MAX_PROGRAMS * CONSUMERS.value, partials=_sums_size(in_features) + blocks * BLOCK * in_features // 2
-    )
+    """The decoded weights of a span, two to a partial sum. The same for all rows."""
+    return ScratchSize(partials=min(_most_blocks(in_features), sum(widths) // BLOCK) * BLOCK * in_features // 2)
 
 
 def spans(group: LinearGroup, rows: int, programs: int) -> list[Span]:
-    """In what pieces the group is decoded and multiplied."""
-    most, found = _most_blocks(group.in_features), []
+    """In what pieces the group is decoded and multiplied. programs: that run side by side."""
+    found = []
+    rows = -(-rows // ROWS.value) * ROWS.value  # which changes nothing and leaves few row counts to remember
     for run in group.runs:
-        blocks = run.columns // BLOCK
-        length = choose_span(blocks, -(-rows // TOKENS.value), most, programs)
-        found += [Span(run, first, min(length, blocks - first)) for first in range(0, blocks, length)]
+        first = 0
+        for blocks, tokens in choose_spans(run.columns // BLOCK, rows, _most_blocks(group.in_features), programs):
+            found.append(Span(run, first, blocks, tokens))
+            first += blocks
     return found
 
 
 def launch(x_rot: Tensor, group: LinearGroup, out: Tensor, scratch: Scratch) -> None:
     """x_rot: fp16 [members, rows, in] contiguous. out: fp16, bf16 or fp32 [rows, out], rows of neighbours."""
-    programs = min(device_class(x_rot.device).num_sms, MAX_PROGRAMS)
+    programs = device_class(x_rot.device).num_sms
     for span in spans(group, x_rot.shape[1], programs):
         launch_span(x_rot, group, span, out, scratch, programs)
 
 
-def launch_span(
-    x_rot: Tensor, group: LinearGroup, span: Span, out: Tensor, scratch: Scratch, programs: int, stages: int = STAGES
-) -> None:
-    """One span, decoded and multiplied. programs: that run side by side, at most MAX_PROGRAMS."""
+def launch_span(x_rot: Tensor, group: LinearGroup, span: Span, out: Tensor, scratch: Scratch, programs: int) -> None:
+    """One span, decoded and multiplied. programs: that run side by side."""
     _, rows, in_features = x_rot.shape
     scratch.require(scratch_size(in_features, group.widths, rows))
-    weights = _decoded(scratch, in_features, span.blocks)
+    weights = scratch.partials[: span.blocks * BLOCK * in_features // 2].view(torch.float16).view(-1, 64)
     decode_weights.launch(span.run, span.first_block, span.blocks, in_features, weights)
-    multiply(x_rot, group, span, weights, out, scratch, programs, stages)
+    multiply(x_rot, group, span, weights, out, programs)
 
 
-def _decoded(scratch: Scratch, in_features: int, blocks: int) -> Tensor:
-    # fp16 [in / 64 * 128 * blocks, 64], behind the sums
-    first = _sums_size(in_features)
-    return scratch.partials[first : first + blocks * BLOCK * in_features // 2].view(torch.float16).view(-1, 64)
-
-
-def multiply(
-    x_rot: Tensor, group: LinearGroup, span: Span, weights: Tensor, out: Tensor, scratch: Scratch, programs: int,
-    stages: int = STAGES,
-) -> None:  # fmt: skip
-    """The product with a span's decoded weights. stages: tiles in shared memory, at most STAGES."""
+def multiply(x_rot: Tensor, group: LinearGroup, span: Span, weights: Tensor, out: Tensor, programs: int) -> None:
+    """The product with a span's decoded weights, fp16 [in / 64 * 128 * blocks, 64]."""
     _, rows, in_features = x_rot.shape
-    splits = num_splits(in_features)
-    schedule = deal(-(-rows // TOKENS.value) * span.blocks, splits, programs)
+    tiles = -(-rows // span.tokens) * span.blocks
     first = span.run.first_column + span.first_block * BLOCK
     columns = slice(first, first + span.blocks * BLOCK)
     layout = gl.NVMMASharedLayout(128, 16, 2)
-    prompt_decoded[(schedule.programs,)](
+    prompt_decoded[(min(tiles, programs),)](
         TensorDescriptor.from_tensor(x_rot.view(-1, in_features), [ROWS.value, 64], layout),
         TensorDescriptor.from_tensor(weights, [BLOCK, 64], layout),
         group.svh[columns],
         None if group.bias is None else group.bias[columns],
         out[:, columns],
-        scratch.partials,
-        scratch.counters,
         rows,
+        span.tokens,
         out.stride(0),
         in_features // BORDER,
-        schedule.whole,
-        schedule.dealers,
         first // BLOCK,
         span.blocks,
         ENDS=member_ends(group.widths, 0),
-        STAGES=stages,
-        SPLITS=splits,
+        STAGES=STAGES,
+        SPLITS=num_splits(in_features),
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )

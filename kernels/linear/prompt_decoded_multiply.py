@@ -2,7 +2,8 @@
 
 A consumer owns 64 of the tile's 192 tokens and all its 128 columns, so that accumulators and running totals fit its registers together: where
 a split ends, it adds them while the other two keep the tensor cores busy. Columns are N of `wgmma`, so the rotation of 128 of them needs no
-other warp, and consumers never meet. `prompt_decoded.py` launches, `prompt_wgmma_work.py` says which program does what.
+other warp, and consumers never meet. Of a narrower tile, of 128 or 64 tokens, the last consumers have none. Tiles go round robin.
+`prompt_decoded.py` launches.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803, N806 (compile-time constants of kernels are in capitals, as Triton's own are)
@@ -13,12 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from espalier.kernels.linear.places import member_of
 from espalier.kernels.linear.prompt_output import stage_in_lanes, stage_in_registers
-from espalier.kernels.linear.prompt_sums import accumulator_layout, private_offsets, sum_apart, to_private
-from espalier.kernels.linear.prompt_wgmma_work import first_step, owner, segment, segments
+from espalier.kernels.linear.prompt_sums import accumulator_layout
+from espalier.kernels.linear.prompt_wgmma_work import GROUP, first_step
 
 CONSUMERS: gl.constexpr = gl.constexpr(3)
 ROWS: gl.constexpr = gl.constexpr(64)  # tokens of a consumer
-TOKENS: gl.constexpr = gl.constexpr(192)  # of a tile
 _BLOCK: gl.constexpr = gl.constexpr(128)  # columns of a tile
 # Output: the lane bits of column bits 1 and 2 change places with bits 3 and 4, so that a lane has 8 neighbours.
 _NEIGHBOURS: gl.constexpr = gl.constexpr(
@@ -33,25 +33,37 @@ _NEIGHBOURS: gl.constexpr = gl.constexpr(
 
 
 @gluon.jit
+def place_of(tile, token_blocks, NB):
+    """(column block, token block) of a tile of NB column blocks: GROUP of them share each tile of x while it is in the L2."""
+    group = tile // (GROUP * token_blocks)
+    width = gl.minimum(NB - group * GROUP, GROUP)
+    inside = tile % (GROUP * token_blocks)
+    return group * GROUP + inside % width, inside // width
+
+
+@gluon.jit
 def producer(
-    x, weights, xs, ws, ready, free, T, blocks, whole, dealers, first_block, NB, ENDS: gl.constexpr,
-    STAGES: gl.constexpr, SPLITS: gl.constexpr,
-):  # fmt: skip
-    """x: descriptor of [members * T, in], boxes [64, 64]. weights: of [in / 64 * 128 * NB, 64], boxes [128, 64]."""
+    x, weights, xs, ws, ready, free, T, tokens, blocks, first_block, NB, ENDS: gl.constexpr, STAGES: gl.constexpr
+):
+    """x: descriptor of [members * T, in], boxes [64, 64]. weights: of [in / 64 * 128 * NB, 64], boxes [128, 64]. tokens: of a tile."""
     step = 0
-    for i in range(segments(T, whole, dealers, NB, TOKENS, SPLITS)):
-        column_block, token_block, first, last, _, _ = segment(i, T, whole, dealers, NB, TOKENS, SPLITS)
-        # A tile that runs past a member's rows reads the next one's, for outputs nobody stores.
-        row = member_of(first_block + column_block, ENDS) * T + token_block * TOKENS
-        for k in range(first_step(first, blocks, SPLITS), first_step(last, blocks, SPLITS)):
+    token_blocks = gl.cdiv(T, tokens)
+    for tile in range(gl.program_id(0), NB * token_blocks, gl.num_programs(0)):
+        column_block, token_block = place_of(tile, token_blocks, NB)
+        row = token_block * tokens
+        # Tokens of consumers that have any; the last of them may read the next member's, for outputs nobody stores.
+        live = gl.minimum(tokens, gl.cdiv(T - row, ROWS) * ROWS)
+        row += member_of(first_block + column_block, ENDS) * T
+        for k in range(2 * blocks):
             stage = step % STAGES
             here = ready.index(stage)
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(here, (TOKENS + _BLOCK) * 64 * 2)
+            for parts in gl.static_range(1, CONSUMERS + 1):
+                mbarrier.expect(here, (parts * ROWS + _BLOCK) * 64 * 2, pred=live == parts * ROWS)
             tma.async_copy_global_to_shared(weights, [(k * NB + column_block) * _BLOCK, 0], here, ws.index(stage))
             for part in gl.static_range(CONSUMERS):
                 place = xs.index(stage * CONSUMERS + part)
-                tma.async_copy_global_to_shared(x, [row + part * ROWS, k * 64], here, place)
+                tma.async_copy_global_to_shared(x, [row + part * ROWS, k * 64], here, place, pred=part * ROWS < live)
             step += 1
 
 
@@ -103,48 +115,28 @@ def _let_pass(steps, step, ready, free, STAGES: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    WG: gl.constexpr, xs, ws, ready, free, svh, bias, out, partials, counters, T, out_stride, blocks, whole, dealers,
-    NB, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    WG: gl.constexpr, xs, ws, ready, free, svh, bias, out, T, tokens, out_stride, blocks, NB, STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
 ):  # fmt: skip
     """WG: which of the tile's tokens. Everything else as the kernel has it."""
-    ACC: gl.constexpr = accumulator_layout(128)
-    SLOT: gl.constexpr = TOKENS * _BLOCK
-    left = partials + WG * (ROWS * _BLOCK)
-    slot = left + gl.program_id(0).to(gl.int64) * (SPLITS * SLOT)
     step = 0
-    for i in range(segments(T, whole, dealers, NB, TOKENS, SPLITS)):
-        column_block, token_block, first, last, shared, units = segment(i, T, whole, dealers, NB, TOKENS, SPLITS)
-        row = token_block * TOKENS + WG * ROWS
-        if row < T:
-            total = gl.zeros([ROWS, _BLOCK], gl.float32, ACC)
-            for split in range(first, last):
+    token_blocks = gl.cdiv(T, tokens)
+    for tile in range(gl.program_id(0), NB * token_blocks, gl.num_programs(0)):
+        column_block, token_block = place_of(tile, token_blocks, NB)
+        row = token_block * tokens + WG * ROWS
+        if (row < T) & (tokens > WG * ROWS):
+            total = gl.zeros([ROWS, _BLOCK], gl.float32, accumulator_layout(128))
+            for split in range(SPLITS):
                 steps = first_step(split + 1, blocks, SPLITS) - first_step(split, blocks, SPLITS)
                 acc, step = _split_sum(steps, step, WG, xs, ws, ready, free, STAGES)
-                if first > 0:  # an earlier program has the tile's head: every later sum is kept apart
-                    gl.store(slot + split * SLOT + private_offsets(16), to_private(acc))
-                elif split == 0:
+                if split == 0:
                     total = acc
                 else:
                     total += acc
-            done = 1
-            if last - first < SPLITS:
-                if first == 0:
-                    gl.store(slot + private_offsets(16), to_private(total))
-                gl.thread_barrier()  # all of this consumer's sums are stored
-                unit = shared * SPLITS
-                others = owner(unit + SPLITS - 1, units, dealers) - owner(unit, units, dealers)
-                counter = counters + shared * CONSUMERS + WG
-                done = (gl.atomic_add(counter, 1, sem="acq_rel") == others).to(gl.int32)
-                if done != 0:
-                    total = sum_apart(left, unit, units, dealers, SPLITS, SLOT, 128)
-                    gl.atomic_xchg(counter, 0, sem="relaxed")
-            if done != 0:
-                at = column_block * _BLOCK
-                shift = bias
-                if bias is not None:
-                    shift = bias + at
-                _store(total, svh + at, shift, out + at, row, T, out_stride)
+            at = column_block * _BLOCK
+            shift = bias
+            if bias is not None:
+                shift = bias + at
+            _store(total, svh + at, shift, out + at, row, T, out_stride)
         else:
-            step = _let_pass(
-                first_step(last, blocks, SPLITS) - first_step(first, blocks, SPLITS), step, ready, free, STAGES
-            )
+            step = _let_pass(2 * blocks, step, ready, free, STAGES)

@@ -1,24 +1,29 @@
 """Prompt forms of the EXL3 linear on the CPU: every sum is computed once, the kernels compile without spills for every card they are for."""
 
+import functools
 import types
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
+from espalier.kernels.counters import Scratch
 from espalier.kernels.exl3.codebook import Codebook
 from espalier.kernels.linear.group import LinearGroup, Run
 from espalier.kernels.linear.prompt_schedule import (
+    ROUND_COSTS,
+    SPAN_COST,
     Deal,
     Segment,
-    choose_span,
+    choose_spans,
     choose_tokens,
     deal,
     member_ends,
     owner,
     segments_of,
 )
-from espalier.kernels.linear.splits import num_splits, split_borders
+from espalier.kernels.linear.splits import split_borders
 from tests.support.sass import compile_kernel, needs_triton
 
 SCHEDULES = [
@@ -92,14 +97,17 @@ class PythonLanguage(types.SimpleNamespace):
         )
 
 
-@needs_triton
-@pytest.mark.parametrize("tokens", [192, 256])
-def test_the_kernel_follows_the_schedule(tokens: int) -> None:
+def python(function: object, language: PythonLanguage) -> types.FunctionType:
     from espalier.kernels.linear import prompt_wgmma_work as work
 
-    def python(function: object, language: PythonLanguage) -> types.FunctionType:
-        code = function.fn.__code__  # type: ignore[attr-defined]
-        return types.FunctionType(code, {"gl": language, "GROUP": work.GROUP.value})
+    code = function.fn.__code__  # type: ignore[attr-defined]
+    return types.FunctionType(code, {"gl": language, "GROUP": work.GROUP.value})
+
+
+@needs_triton
+@pytest.mark.parametrize("tokens", [128, 256])
+def test_the_kernel_follows_the_schedule(tokens: int) -> None:
+    from espalier.kernels.linear import prompt_wgmma_work as work
 
     for rows, blocks, splits, programs in SCHEDULES:
         tiles = -(-rows // tokens) * blocks
@@ -144,13 +152,58 @@ def test_tile_width() -> None:
     assert choose_tokens(512, 40, 17408, 132) == 256
 
 
-def test_a_span_fills_rounds() -> None:
-    assert choose_span(40, 11, 42, 132) == 40  # all at once
-    assert choose_span(136, 11, 51, 132) == 48  # four rounds
-    assert choose_span(40, 11, 15, 132) == 12
-    assert choose_span(136, 43, 1, 132) == 1
-    for blocks, token_blocks, most in ((136, 43, 51), (1940, 11, 51), (40, 43, 15)):
-        assert 1 <= choose_span(blocks, token_blocks, most, 132) <= most
+@needs_triton
+def test_every_whole_tile_has_a_place_of_its_own() -> None:
+    from espalier.kernels.linear.prompt_decoded_multiply import place_of
+
+    place = python(place_of, PythonLanguage(0, 1))
+    for token_blocks in (1, 11, 43):
+        for blocks in (1, 15, 16, 17, 40):
+            places = {place(tile, token_blocks, blocks) for tile in range(token_blocks * blocks)}
+            assert places == {(column, token) for column in range(blocks) for token in range(token_blocks)}
+
+
+def rounds_cost(blocks: int, tokens: int, rows: int, programs: int) -> int:
+    return -(-blocks * -(-rows // tokens) // programs) * ROUND_COSTS[tokens]
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(1, 132), (300, 5), (1536, 132), (2048, 132), (8192, 132), (8192, 20)])
+@pytest.mark.parametrize(("blocks", "most"), [(1, 51), (7, 1), (40, 15), (40, 42), (136, 51)])
+def test_spans_are_the_cheapest_that_cover_the_columns(blocks: int, most: int, rows: int, programs: int) -> None:
+    @functools.cache
+    def least(left: int) -> int:
+        lengths = range(1, min(most, left) + 1)
+        costs = [
+            least(left - length) + rounds_cost(length, tokens, rows, programs) + SPAN_COST
+            for length in lengths
+            for tokens in ROUND_COSTS
+        ]
+        return min(costs, default=0)
+
+    spans = choose_spans(blocks, rows, most, programs)
+    assert sum(length for length, _ in spans) == blocks and all(1 <= length <= most for length, _ in spans)
+    assert [tokens for _, tokens in spans] == sorted((tokens for _, tokens in spans), reverse=True)
+    assert sum(rounds_cost(*span, rows, programs) + SPAN_COST for span in spans) == least(blocks)
+
+
+def test_narrower_tiles_instead_of_a_round_that_most_programs_miss() -> None:
+    # Four shapes of a 27B model (column blocks, most of them in a span) -> percent of the programs' time that is idle.
+    shapes = {"A": (136, 51), "B": (40, 15), "C": (40, 42), "D": (96, 51)}
+    assert choose_spans(40, 2048, 42, 132) == ((24, 192), (16, 128))  # 440 wide tiles would be 3.3 rounds
+    assert choose_spans(40, 2048, 15, 132) == ((12, 192), (12, 192), (8, 128), (8, 128))
+    assert choose_spans(136, 2048, 51, 132) == ((48, 192), (48, 192), (24, 192), (16, 128))
+    assert choose_spans(96, 2048, 51, 132) == ((48, 192), (48, 192))  # eight rounds
+    idle = {}
+    for name, (blocks, most) in shapes.items():
+        for rows in (1536, 2048, 4096, 8192):
+            taken = sum(rounds_cost(*span, rows, 132) for span in choose_spans(blocks, rows, most, 132))
+            idle[name, rows] = round(100 - 100 * 100 * rows / 192 * blocks / 132 / taken)
+    assert {name: [idle[name, rows] for rows in (1536, 2048, 4096, 8192)] for name in shapes} == {
+        "A": [2, 4, 3, 2],
+        "B": [11, 5, 4, 4],
+        "C": [11, 5, 4, 4],
+        "D": [3, 3, 3, 1],
+    }
 
 
 @needs_triton
@@ -172,8 +225,54 @@ def test_spans_cover_the_columns_and_fit_the_scratch() -> None:
                 for block in range(span.first_block, span.first_block + span.blocks)
             ]
             assert columns == list(range(137))
-            sums = 132 * num_splits(in_features) * 128 * 192
-            assert all(2 * (size.partials - sums) >= span.blocks * 128 * in_features for span in found)
+            assert all(2 * size.partials >= span.blocks * 128 * in_features for span in found)
+
+
+class Recorder:
+    """In a kernel's place: what it is launched with, by name."""
+
+    def __init__(self, kernel: Any, launches: list[dict[str, Any]]) -> None:
+        self.names, self.launches = kernel.arg_names, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: self.launches.append(
+            {"grid": grid} | dict(zip(self.names, args, strict=False)) | options
+        )
+
+
+@needs_triton
+def test_a_span_is_decoded_and_then_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from espalier.kernels.linear import decode_weights, prompt_decoded
+
+    launches: list[dict[str, Any]] = []
+    for module, name in ((decode_weights, "decode_weights"), (prompt_decoded, "prompt_decoded")):
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
+    monkeypatch.setattr(prompt_decoded, "SPAN_WEIGHTS", 6 * 640 * 128)
+    words, bias = [torch.zeros(1, dtype=torch.int32) for _ in range(2)], torch.zeros(1792)
+    runs = (Run(0, 1280, 4.0, Codebook.MUL1, words[0]), Run(1280, 512, 3.5, Codebook.MCG, words[1]))
+    group = LinearGroup(640, (1280, 512), runs, torch.zeros(2, 640), torch.zeros(1792).half(), bias)
+    scratch = Scratch(
+        torch.zeros(0, dtype=torch.int32), torch.zeros(prompt_decoded.scratch_size(640, group.widths, 2048).partials)
+    )
+    out = torch.zeros(2048, 1792)
+    for span in prompt_decoded.spans(group, 2048, 20):
+        prompt_decoded.launch_span(torch.zeros(2, 2048, 640).half(), group, span, out, scratch, 20)
+    multiplied: list[int] = []
+    for decoded, product in zip(launches[::2], launches[1::2], strict=True):
+        first, blocks = product["first_block"], product["NB"]
+        run = runs[0] if first < 10 else runs[1]
+        assert decoded["words"] is run.words
+        assert (run.first_column // 128 + decoded["first_block"], decoded["blocks"]) == (first, blocks)
+        assert (decoded["RATE2"], decoded["CODEBOOK"]) == (2 * run.rate, run.codebook.number)
+        weights = decoded["weights"]
+        assert weights.shape == (10 * 128 * blocks, 64) and weights.data_ptr() == scratch.partials.data_ptr()
+        assert product["weights"].base is weights and product["x"].base.shape == (2 * 2048, 640)
+        for name, whole in (("svh", group.svh), ("bias", bias), ("out", out.t())):
+            assert product[name].data_ptr() == whole[128 * first :].data_ptr()
+        tiles = -(-2048 // product["tokens"]) * blocks
+        assert (product["T"], product["blocks"], product["grid"]) == (2048, 5, (min(tiles, 20),))
+        multiplied += range(first, first + blocks)
+    assert multiplied == list(range(14))
 
 
 def test_member_ends_are_counted_from_the_run() -> None:
@@ -237,8 +336,8 @@ def test_form_on_decoded_weights_overlaps_and_does_not_spill(out: str) -> None:
 
     layout = gl.NVMMASharedLayout(128, 16, 2)
     boxes = {name: f"tensordesc<fp16[{rows}, 64],{layout!r}>" for name, rows in (("x", 64), ("weights", 128))}
-    pointers = {"svh": "*fp16", "bias": "*fp32", "out": out, "partials": "*fp32", "counters": "*i32"}
-    integers = ("T", "out_stride", "blocks", "whole", "dealers", "first_block", "NB")
+    pointers = {"svh": "*fp16", "bias": "*fp32", "out": out}
+    integers = ("T", "tokens", "out_stride", "blocks", "first_block", "NB")
     code = compile_kernel(
         prompt_decoded.prompt_decoded,
         boxes | pointers | dict.fromkeys(integers, "i32"),

@@ -42,6 +42,7 @@ def cuts() -> Iterable[Cut]:
             yield "wgmma", tokens, 132
             yield "wgmma", tokens, 7
         yield "decoded", 64, 132
+        yield "decoded", 1, 132
         yield "decoded", 2, 7
 
 
@@ -82,8 +83,8 @@ def run(cut: Cut, x: Tensor, group: LinearGroup, dtype: torch.dtype) -> Tensor:
             prompt_wgmma.launch_run(x, group, part, out, scratch, tokens, number)
             continue
         blocks = part.columns // 128
-        for first in range(0, blocks, tokens):
-            span = prompt_decoded.Span(part, first, min(tokens, blocks - first))
+        for i, first in enumerate(range(0, blocks, tokens)):
+            span = prompt_decoded.Span(part, first, min(tokens, blocks - first), (192, 64, 128)[i % 3])
             prompt_decoded.launch_span(x, group, span, out, scratch, number)
     assert not scratch.counters.any()
     return out
