@@ -4,7 +4,8 @@ Knows rounds as packed inputs; which sequences they are about is the shard's. On
 """
 
 import contextlib
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -152,10 +153,10 @@ class Track:
 
     def prepare(self, *, graphs: bool) -> None:
         """Runs every shape once, with no lanes, so that nothing is compiled later; captures each where `graphs`."""
-        for shape in self.shapes.all():
-            fields = InputFields.of(shape, self._group)
-            prepared = self._prepared[shape] = _Prepared(fields, fields.padding())
-            with self.on_stream():
+        with _garbage_kept(), self.on_stream():
+            for shape in self.shapes.all():
+                fields = InputFields.of(shape, self._group)
+                prepared = self._prepared[shape] = _Prepared(fields, fields.padding())
                 self._buffers.inputs[: fields.num_words].copy_(torch.from_numpy(prepared.padding))
                 self._buffers.compute(shape, fields, self._model, self._pool)
                 if graphs and self._stream is not None:
@@ -166,7 +167,7 @@ class Track:
     def _capture(self, shape: RoundShape, fields: InputFields) -> torch.cuda.CUDAGraph:
         self._pool.seal()
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(): that collects garbage and synchronizes the device at each of many captures.
+        # Not torch.cuda.graph(): that synchronizes the device at each of many captures.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             self._buffers.compute(shape, fields, self._model, self._pool)
@@ -289,6 +290,18 @@ class Track:
     def on_stream(self) -> contextlib.AbstractContextManager[object]:
         """Makes the track's stream the current one."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+@contextlib.contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Python frees no cycles meanwhile: a graph of an engine that has ended may be in one, and destroying it breaks a capture under way."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _record(event: torch.cuda.Event | None) -> None:
