@@ -60,11 +60,12 @@ class Workload:
 
 @dataclass
 class Inputs:
-    """Makes tensors on one device, from one seed. `once` keeps what cases of one `shares` have in common."""
+    """Makes tensors on one device, from one seed. `once` keeps what cases of one `shares` have in common: `begin` each case."""
 
     device: torch.device
     generator: torch.Generator = field(init=False)
     kept: dict[Hashable, Any] = field(default_factory=dict)
+    shares: Hashable = None
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator(self.device).manual_seed(0)
@@ -89,15 +90,18 @@ class Inputs:
         )
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """make()'s result, the same for every case with this key until `forget`."""
+        """make()'s result, the same for every case with this key that shares inputs."""
         if key not in self.kept:
             self.kept[key] = make()
         found: T = self.kept[key]
         return found
 
-    def forget(self) -> None:
-        """Drop what `once` kept."""
-        self.kept.clear()
+    def begin(self, case: "BenchCase") -> None:
+        """Drops what `once` kept, unless this case shares it with the one before."""
+        if case.shares is None or case.shares != self.shares:
+            self.kept.clear()
+            torch.cuda.empty_cache()
+        self.shares = case.shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,12 +37,8 @@ def measure(
     cases: Iterable[BenchCase], inputs: Inputs, on_failure: Callable[[BenchCase, Exception], None]
 ) -> Iterator[list[Timing]]:
     """Timings of one case after the other. Cases that share inputs must be neighbours. A case that raises is told and left out."""
-    shares: object = None
     for case in cases:
-        if case.shares is None or case.shares != shares:
-            inputs.forget()
-            torch.cuda.empty_cache()
-        shares = case.shares
+        inputs.begin(case)
         try:
             yield measure_case(case, inputs)
         except Exception as error:  # one case that fails must not lose the others

@@ -27,6 +27,7 @@ def _run_once(names: Sequence[str]) -> list[tuple[str, str]]:
     wanted = set(names)
     outcome = []
     for case in (case for case in all_cases()[0] if case.name in wanted):
+        inputs.begin(case)
         try:
             for call in case.make(inputs).calls.values():
                 call.run(0)

@@ -18,6 +18,8 @@ def some_graph() -> torch.cuda.CUDAGraph:
     graph, number = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
     with torch.cuda.graph(graph):
         number.add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
     return graph
 
 
