@@ -294,7 +294,9 @@ class Track:
 
 @contextlib.contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Python frees no cycles meanwhile: a graph of an engine that has ended may be in one, and destroying it breaks a capture under way."""
+    """Python frees no cycles meanwhile: a graph of an engine that has ended may be in one, and destroying it breaks a capture under way
+    (PyTorch pull request 161037).
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

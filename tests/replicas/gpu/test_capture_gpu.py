@@ -23,6 +23,12 @@ def some_graph() -> torch.cuda.CUDAGraph:
     return graph
 
 
+def make_garbage(graph: torch.cuda.CUDAGraph) -> None:
+    """A cycle that only the collector frees."""
+    cycle: list[object] = [graph]
+    cycle.append(cycle)
+
+
 def test_graphs_of_an_ended_engine_are_not_destroyed_while_rounds_are_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,8 +37,7 @@ def test_graphs_of_an_ended_engine_are_not_destroyed_while_rounds_are_captured(
 
     def littering(self: RoundBuffers, *args: object) -> None:
         if torch.cuda.is_current_stream_capturing() and graphs:
-            cycle: list[object] = [graphs.pop()]
-            cycle.append(cycle)
+            make_garbage(graphs.pop())
         compute(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RoundBuffers, "compute", littering)
