@@ -346,7 +346,11 @@ _COUNTERS = (
 _DEVICE_GAUGES = (
     ("espalier_engine_device_memory_used_bytes", "Device memory in use.", "device_bytes_used"),
     ("espalier_engine_device_memory_total_bytes", "Device memory in all.", "device_bytes_total"),
-    ("espalier_engine_device_memory_reserved_bytes", "Device memory that this engine holds.", "device_bytes_reserved"),
+    (
+        "espalier_engine_device_memory_reserved_bytes",
+        "Device memory that this engine holds for tensors.",
+        "device_bytes_reserved",
+    ),
     ("espalier_engine_pool_bytes", "Memory of the counters that kernels lock with.", "pool_bytes"),
 )
 _DEVICE_COUNTERS = (

@@ -59,8 +59,8 @@ class DeviceFigures:
 
     pool_bytes: of the counter pools, which kernels lock with. pool_growths: times that one was made larger, at load. poison_resets: times that one
     was zeroed because a round that used it failed. graph_captures, graph_replays: rounds captured, and rounds run by replaying one.
-    device_bytes_used, device_bytes_total: memory of the devices, by whomever it is used. device_bytes_reserved: what the engine holds for tensors
-    and graphs, and it alone.
+    device_bytes_used, device_bytes_total: memory of the devices, by whomever it is used. device_bytes_reserved: what PyTorch's allocator
+    holds for this engine, all its tensors; not graphs themselves nor loaded kernels.
     """
 
     pool_bytes: int

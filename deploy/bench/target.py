@@ -67,7 +67,7 @@ class TargetState:
     """What a target holds now; None where it does not tell.
 
     num_live: requests that run or wait. held_share: of the KV blocks, those that live requests hold; blocks kept for later ones are free.
-    device_bytes: of its devices' memory, what it holds itself. host_bytes: the most that its process has had resident.
+    device_bytes: of its devices' memory, what it holds for tensors. host_bytes: the most that its process has had resident.
     cpu_s: CPU that its process has used.
     counts: whatever else it has counted since its start, by name.
     """

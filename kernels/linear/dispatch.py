@@ -25,8 +25,8 @@ class Form(enum.StrEnum):
     PROMPT_DECODED = "prompt_decoded"  # Gluon, wgmma (Hopper): so many rows that weights are decoded once, into scratch
 
 
-# The last row count that is not worth decoded weights: at 1,536 rows they win by 2% to 24%, at 1,024 they lose in three of four shapes by up to 18%
-# (benchmarks/notes/exl3-linear-prompts.md).
+# The last row count that is not worth decoded weights: at 1,536 rows they win by 2% to 17%, at 1,024 a relative of the form lost in three of four
+# shapes by 10% to 17% (benchmarks/notes/exl3-linear-prompts.md).
 _LAST_IN_REGISTERS = 1535
 # (rows up to and with which it is the fastest, form); the form for the most rows serves the rest.
 _PORTABLE = ((128, Form.ROWS_MMA),)

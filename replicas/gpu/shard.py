@@ -251,7 +251,7 @@ def _memory(device: torch.device) -> tuple[int, int]:
 
 
 def _graphs_bytes(config: ResolvedConfig, num_layers: int, by_track: Mapping[str, RoundShapes]) -> int:
-    """An upper estimate from measured graphs: kilobytes a launch."""
+    """An estimate from measured graphs: kilobytes a launch."""
     if not config.cuda_graphs:
         return 0
     launches = _LAUNCHES_A_LAYER * num_layers + _OTHER_LAUNCHES

@@ -300,9 +300,11 @@ espalier_num_requests_running{model="m",replica="b"} 1
 espalier_num_requests_waiting{model="m",replica="a"} 4
 espalier_kv_cache_usage_perc{model="m",replica="a"} 0.25
 espalier_kv_cache_usage_perc{model="m",replica="b"} 0
+espalier_engine_device_memory_reserved_bytes{model="m",replica="a"} 1000
+espalier_engine_device_memory_reserved_bytes{model="m",replica="b"} 234
 """
     state = state_of(text)
-    assert state == TargetState(num_live=7, held_share=0.25)
+    assert state == TargetState(num_live=7, held_share=0.25, device_bytes=1234)
     assert not state.is_idle
     assert state_of("").is_idle
 

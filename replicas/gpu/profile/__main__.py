@@ -22,10 +22,10 @@ _BATCH_TOKENS = 512  # rows of a round of prompts: enough where prompts are not 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, or 2 when the command cannot be carried out."""
     args = _parser().parse_args(arguments)
-    if min(args.rows) < 1 or args.context <= TOKENS or args.repeats < 2:
-        return _refuse(f"--rows must be positive, --context over {TOKENS}, --repeats at least 2")
-    if min(args.prompts, default=2) < 2 or args.batch_tokens < max(args.rows):
-        return _refuse("--prompts must be at least 2, --batch-tokens at least the most of --rows")
+    if min(args.rows) < 1 or args.context <= TOKENS or min(args.repeats, args.prompt_repeats) < 2:
+        return _refuse(f"--rows must be positive, --context over {TOKENS}, --repeats and --prompt-repeats at least 2")
+    if min(args.prompts, default=2) < 2 or args.batch_tokens < max(2, *args.rows):
+        return _refuse("--prompts must be at least 2, --batch-tokens at least 2 and the most of --rows")
     if args.loop and max(args.rows) * args.context > args.batch_tokens * TOKENS // 2:
         return _refuse("so many streams of that context never decode together; fewer of them, or --no-loop")
     if not torch.cuda.is_available():

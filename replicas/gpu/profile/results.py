@@ -110,7 +110,7 @@ def idle_share(work: Sequence[Work]) -> tuple[float, int, float | None]:
 
 
 def report(head: str, rounds: Sequence[RoundProfile], loops: Sequence[LoopProfile]) -> str:
-    """Tables of Markdown: one column a row count."""
+    """Tables of Markdown: one column for each of the rounds."""
     lines = [head, "", _line("us", [one.name for one in rounds]), _line("---", ["---:"] * len(rounds))]
 
     def add(name: str, figure: Callable[[Parts], float]) -> None:

@@ -243,6 +243,8 @@ def test_ranges_mark_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rows", "0"], "--rows"),
         (["--rows", "64", "--batch-tokens", "32"], "--batch-tokens"),
         (["--prompts", "1"], "--prompts"),
+        (["--prompt-repeats", "1"], "--prompt-repeats"),
+        (["--rows", "1", "--batch-tokens", "1"], "--batch-tokens"),
         (["--context", "256"], "--context"),
         (["--rows", "64", "--context", "4096"], "--no-loop"),
         ([], "GPU"),
