@@ -117,7 +117,7 @@ def _load(p, TILES: gl.constexpr, W: gl.constexpr, ONCE: gl.constexpr):
 
 @gluon.jit
 def load_at(pointers, ahead, TILES: gl.constexpr, W: gl.constexpr, ONCE: gl.constexpr = False):
-    """The words at pointers advanced by `ahead`: if that is a constant it costs nothing. ONCE: nobody else will, or at once, so L2 may forget them."""
+    """The words at pointers advanced by `ahead`: if that is a constant it costs nothing. ONCE: nobody else will, or soon, so L2 may forget them."""
     pointers = advance(pointers, ahead)
     packed = ()
     for i in gl.static_range(len(pointers)):
