@@ -22,7 +22,8 @@ from espalier.kernels.device import device_class
 from espalier.kernels.linear import decode_weights
 from espalier.kernels.linear.group import LinearGroup, Run
 from espalier.kernels.linear.prompt_decoded_multiply import CONSUMERS, ROWS, consumer, producer
-from espalier.kernels.linear.prompt_schedule import choose_spans, member_ends
+from espalier.kernels.linear.prompt_schedule import member_ends
+from espalier.kernels.linear.prompt_spans import choose_spans
 from espalier.kernels.linear.splits import BORDER, num_splits
 
 BLOCK = 128  # columns of a tile

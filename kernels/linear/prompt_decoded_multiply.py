@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from espalier.kernels.linear.places import member_of
 from espalier.kernels.linear.prompt_output import stage_in_lanes, stage_in_registers
 from espalier.kernels.linear.prompt_sums import accumulator_layout
-from espalier.kernels.linear.prompt_wgmma_work import GROUP, first_step
+from espalier.kernels.linear.prompt_wgmma_work import first_step, tile_place
 
 CONSUMERS: gl.constexpr = gl.constexpr(3)
 ROWS: gl.constexpr = gl.constexpr(64)  # tokens of a consumer
@@ -33,15 +33,6 @@ _NEIGHBOURS: gl.constexpr = gl.constexpr(
 
 
 @gluon.jit
-def place_of(tile, token_blocks, NB):
-    """(column block, token block) of a tile of NB column blocks: GROUP of them share each tile of x while it is in the L2."""
-    group = tile // (GROUP * token_blocks)
-    width = gl.minimum(NB - group * GROUP, GROUP)
-    inside = tile % (GROUP * token_blocks)
-    return group * GROUP + inside % width, inside // width
-
-
-@gluon.jit
 def producer(
     x, weights, xs, ws, ready, free, T, tokens, blocks, first_block, NB, ENDS: gl.constexpr, STAGES: gl.constexpr
 ):
@@ -49,7 +40,7 @@ def producer(
     step = 0
     token_blocks = gl.cdiv(T, tokens)
     for tile in range(gl.program_id(0), NB * token_blocks, gl.num_programs(0)):
-        column_block, token_block = place_of(tile, token_blocks, NB)
+        column_block, token_block = tile_place(tile, token_blocks, NB)
         row = token_block * tokens
         # Tokens of consumers that have any; the last of them may read the next member's, for outputs nobody stores.
         live = gl.minimum(tokens, gl.cdiv(T - row, ROWS) * ROWS)
@@ -122,7 +113,7 @@ def consumer(
     step = 0
     token_blocks = gl.cdiv(T, tokens)
     for tile in range(gl.program_id(0), NB * token_blocks, gl.num_programs(0)):
-        column_block, token_block = place_of(tile, token_blocks, NB)
+        column_block, token_block = tile_place(tile, token_blocks, NB)
         row = token_block * tokens + WG * ROWS
         if (row < T) & (tokens > WG * ROWS):
             total = gl.zeros([ROWS, _BLOCK], gl.float32, accumulator_layout(128))

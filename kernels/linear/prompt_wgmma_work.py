@@ -1,4 +1,4 @@
-"""Gluon device functions of the Hopper prompt kernel that every role calls: which segments a program has, and where splits begin.
+"""Gluon device functions that every role of Hopper's prompt kernels calls: where tiles lie, which segments a program has, where splits begin.
 
 They carry out `prompt_schedule.py`, whose `segments_of` is their mirror in plain Python. Splits' bounds stay run-time values: with bounds
 known at compile time Triton 3.6 aborts on the roles' loops.
@@ -9,13 +9,22 @@ known at compile time Triton 3.6 aborts on the roles' loops.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-GROUP: gl.constexpr = gl.constexpr(16)  # column blocks that share each tile of x while it is in the L2
+_GROUP: gl.constexpr = gl.constexpr(16)  # column blocks that share each tile of x while it is in the L2
 
 
 @gluon.jit
 def first_step(split, blocks, SPLITS: gl.constexpr):
     """The step of 64 inputs at which a split begins (linear/splits.py). blocks: the input's width in blocks of 128."""
     return split * blocks // SPLITS * 2
+
+
+@gluon.jit
+def tile_place(tile, token_blocks, NB):
+    """(column block, token block) of a tile. NB: column blocks, of which neighbours are done together."""
+    group = tile // (_GROUP * token_blocks)
+    width = gl.minimum(NB - group * _GROUP, _GROUP)
+    inside = tile % (_GROUP * token_blocks)
+    return group * _GROUP + inside % width, inside // width
 
 
 @gluon.jit
@@ -46,10 +55,8 @@ def segment(i, T, whole, dealers, NB, BT: gl.constexpr, SPLITS: gl.constexpr):
         tile = whole + shared
         first = gl.maximum(unit - shared * SPLITS, 0)
         last = gl.minimum(end - shared * SPLITS, SPLITS)
-    group = tile // (GROUP * token_blocks)
-    width = gl.minimum(NB - group * GROUP, GROUP)
-    inside = tile % (GROUP * token_blocks)
-    return group * GROUP + inside % width, inside // width, first, last, shared, units
+    column_block, token_block = tile_place(tile, token_blocks, NB)
+    return column_block, token_block, first, last, shared, units
 
 
 @gluon.jit
