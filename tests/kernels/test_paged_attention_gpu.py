@@ -1,7 +1,7 @@
 """Paged attention on a GPU: right against float64, and a row's bits its own in every form, cut, company, place and context."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -177,6 +177,14 @@ def test_who_does_what_does_not_matter() -> None:
         assert torch.equal(attend(case, MIXED, table=replace(table, tiles=tiles, shares=shares)), out)
 
 
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
 def test_one_graph_for_many_mixed_rounds() -> None:
     """Lanes and lists are filled in between replays, as the engine does it."""
     case = PagedCase(MIXED_LENGTHS, 8, 2, 128, device="cuda")
@@ -190,10 +198,7 @@ def test_one_graph_for_many_mixed_rounds() -> None:
     def run() -> None:
         paged.paged_attention(q, case.keys, case.values, held, scratch, scale=case.scale, out=out)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = captured(run)
     for pieces, table in zip(rounds, tables, strict=True):
         for name in ("first_row", "num_rows", "start", "block_tables", "tiles", "shares"):
             getattr(held, name).copy_(getattr(table, name))
@@ -237,10 +242,7 @@ def test_captured_equals_eager_at_every_length(rows: int) -> None:
     def run() -> None:
         paged.paged_attention(q, case.keys, case.values, table, scratch, scale=case.scale, out=out)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph = captured(run)
     for start in (0, 1, 255, 256, 1111, 3000 - rows):
         piece = Piece(0, start, rows)
         q.copy_(case.queries([piece]))
