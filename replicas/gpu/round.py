@@ -55,8 +55,8 @@ class RoundBuffers:
         rows, lanes = max(shape.rows for shape in every), max(shape.lanes for shape in every)
         self.samples = lanes
         self.activations = Activations(ActivationShape(config, rows, lanes, kv_dtype), device)
-        group = config.num_heads // config.num_kv_heads
-        words = max(InputFields.of(shape, group).num_words for shape in every)
+        self.group = config.num_heads // config.num_kv_heads
+        words = max(InputFields.of(shape, self.group).num_words for shape in every)
         self.inputs = torch.zeros(words, dtype=torch.int32, device=device)
         self.drawn = torch.zeros(REMEMBERED_ROUNDS * lanes, dtype=torch.int32, device=device)
         self.results = torch.zeros(lanes * (3 + 2 * MAX_TOP), dtype=torch.int32, device=device)

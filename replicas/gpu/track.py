@@ -135,7 +135,6 @@ class Track:
         self._stream = stream
         self._ranges = ranges
         network, kv_dtype = model.network, model.kv.keys[0].dtype
-        self._group = network.config.num_heads // network.config.num_kv_heads
         with self.on_stream():
             self._buffers = RoundBuffers(network.config, shapes, kv_dtype, block_size, device)
             self._pool = CounterPool(device, stream)
@@ -155,7 +154,7 @@ class Track:
         """Runs every shape once, with no lanes, so that nothing is compiled later; captures each where `graphs`."""
         with _garbage_kept(), self.on_stream():
             for shape in self.shapes.all():
-                fields = InputFields.of(shape, self._group)
+                fields = InputFields.of(shape, self._buffers.group)
                 prepared = self._prepared[shape] = _Prepared(fields, fields.padding())
                 self._buffers.inputs[: fields.num_words].copy_(torch.from_numpy(prepared.padding))
                 self._buffers.compute(shape, fields, self._model, self._pool)
