@@ -3,7 +3,7 @@
 #   benchmarks/engine_receipts.sh WORK OUT [STEP ...]
 # WORK: folder for random models (20 GB). OUT: folder for logs and JSON. Steps, all by default and in this order:
 #   models      an 8B- and a 27B-shaped model at 4 bits
-#   speed       8B: every level against solo runs, resumed against cold, cold prompts; a long prompt that arrives among 16 streams
+#   speed       8B: every level against solo runs, resumed against cold, cold prompts, of larger rounds too; a long prompt that arrives among 16 streams
 #   wide        27B: 16 and 64 streams against solo runs, cold prompts
 #   same        8B, few layers: the same tokens with graphs and without, on two tracks, with preemption, and in two processes at once
 #   soak        8B: six minutes of random requests, a fifth of them abandoned
@@ -50,6 +50,7 @@ for wanted in "$@"; do
         ;;
     speed)
         bench speed 8b --context 16384 --greedy --levels 1,4,8,16,32,64 --prompt-tokens 512 --distinct 64 --tokens 200 --prefill 2048,8192 --fresh
+        bench chunks-4096 8b --context 16384 --greedy --levels 1 --prompt-tokens 17 --distinct 2 --tokens 32 --prefill 8192 --batch-tokens 4096
         bench arrival 8b --context 16384 --levels 16 --prompt-tokens 300,17,1000 --distinct 12 --tokens 200 --arrival 8192
         ;;
     wide) bench wide 27b --context 16384 --levels 1,16,64 --prompt-tokens 512 --distinct 6 --tokens 96 --reps 2 --prefill 2048,8192 ;;
