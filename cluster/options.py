@@ -169,7 +169,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("max_lanes", "engine", "max_lanes", INTEGER, "sequences in one round of a replica (default: 16; GPU: 64)"),
     Option(
-        "batch_tokens", "engine", "batch_tokens", INTEGER, "rows in one round of a replica (default: 256; GPU: 2048)"
+        "batch_tokens", "engine", "batch_tokens", INTEGER, "rows in one round of a replica (default: 256; GPU: 4096)"
     ),
     Option(
         "tracks",

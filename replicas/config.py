@@ -12,7 +12,7 @@ KVDtype = Literal["fp32", "fp16", "bf16"]
 _DEFAULT_KV_DTYPE: dict[Device, KVDtype] = {"cpu": "fp32", "cuda": "fp16"}
 _MEMORY_SHARE = 0.9
 _DEFAULT_LANES: dict[Device, int] = {"cpu": 16, "cuda": 64}
-_DEFAULT_BATCH_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 2048}
+_DEFAULT_BATCH_TOKENS: dict[Device, int] = {"cpu": 256, "cuda": 4096}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class EngineConfig:
     kv_dtype: how keys and values are kept; None takes fp32 on a CPU and fp16 on a GPU, which has no fp32.
     max_context: tokens of prompt and reply together; None takes the model's own limit.
     block_size: tokens a KV block holds. kv_tokens: tokens all KV blocks hold together; None takes max_lanes x max_context, on a CPU at most 65,536.
-    max_lanes: sequences in one round; None takes 16 on a CPU and 64 on a GPU. batch_tokens: rows in one round; None takes 256 and 2,048.
+    max_lanes: sequences in one round; None takes 16 on a CPU and 64 on a GPU. batch_tokens: rows in one round; None takes 256 and 4,096.
     max_waiting: requests that may wait. max_steps_in_flight: rounds of a track planned before the first has come back, 1 or 2.
     tracks: 1 computes prompts and decoding lanes in the same rounds, 2 in rounds of their own that run side by side.
     decode_gap_ms: beside decoding lanes, a round takes no more rows of prompts than are computed in so many milliseconds, where that was measured.

@@ -13,7 +13,7 @@ GPU = EngineConfig(model_path=Path("m"), device="cuda")
 
 
 def test_what_is_left_open_is_decided_by_the_device() -> None:
-    for config, expected in ((CPU, ("fp32", 16, 256)), (GPU, ("fp16", 64, 2048))):
+    for config, expected in ((CPU, ("fp32", 16, 256)), (GPU, ("fp16", 64, 4096))):
         full = resolved(config)
         assert (full.kv_dtype, full.max_lanes, full.batch_tokens) == expected
         assert resolved(full) == full
