@@ -1,9 +1,9 @@
 """Gluon device functions that end a split product: partial sums left in scratch, then rotation, scales, bias and store of the output.
 
 A program owns 64 columns with 4 warps, or 128 with 8 (the transposed product: columns are M of the tensor core's tile, tokens are N). The
-rotation mixes 128, so the programs of a block of 128 columns share one counter, and the last of them to arrive, over all splits, finishes
-the block: it adds the partial sums in the order of the splits and does the output's arithmetic as `linear/reference.py` defines it. Compile kernels
-that use it with `enable_fp_fusion=False`. Knows neither rates nor how a partial sum came to be.
+rotation mixes 128, so the programs of a block of 128 columns share one counter, and the last of them to arrive, over all splits, finish the
+block (`arrivals.py`): they add the partial sums in the order of the splits and do the output's arithmetic as `linear/reference.py` defines
+it. Compile kernels that use it with `enable_fp_fusion=False`. Knows neither rates nor how a partial sum came to be.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803, N806 (compile-time constants of kernels are in capitals, as Triton's own are)
@@ -11,6 +11,7 @@ that use it with `enable_fp_fusion=False`. Knows neither rates nor how a partial
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from espalier.kernels.linear.arrivals import arrive, leave
 from espalier.kernels.linear.rows_launch import BLOCK
 
 _BLOCK: gl.constexpr = gl.constexpr(BLOCK)
@@ -85,6 +86,26 @@ def _sum_of_splits(place, GROUPS: gl.constexpr, SPLITS: gl.constexpr, STRIDE: gl
 
 
 @gluon.jit
+def _finished(place, scale, shift, TOKENS: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr, W: gl.constexpr):
+    # fp32 [128, TOKENS], of the partial sums at `place`
+    whole = _sum_of_splits(place, TOKENS // 8, SPLITS, 2 * SUMS, W)
+    if W == 4:
+        right = _sum_of_splits(place + SUMS, TOKENS // 8, SPLITS, 2 * SUMS, W)
+        whole = gl.join(whole, right).permute((2, 0, 1)).reshape([_BLOCK, TOKENS])
+    # Each a single rounded operation, in this order: linear/reference.py rotate_back.
+    y = _transform(whole, TOKENS, W) * 0.088388347648 * scale
+    if shift is not None:
+        y = y + shift
+    return y
+
+
+@gluon.jit
+def block_counter(block, token_block, N: gl.constexpr, W: gl.constexpr):
+    """Which counter the programs of a block of 128 columns and a token tile share."""
+    return token_block * (N // _BLOCK) + block // (8 // W)
+
+
+@gluon.jit
 def finish(
     acc,
     svh,
@@ -101,44 +122,47 @@ def finish(
     BT: gl.constexpr,
     SPLITS: gl.constexpr,
     GROUPS: gl.constexpr,
+    HELPERS: gl.constexpr = 1,
 ):
-    """Leave one split's sum; the last program to arrive at a block of 128 columns stores the block's output and zeroes its counter.
+    """Leave one split's sum; the last programs to arrive at a block of 128 columns store the block's output and zero its counter.
 
     acc: fp32 [16 W, BT] in a layout of W = 4 or 8 warps, 16 columns each (mma version 2 or 3). svh: fp16 [N]. bias: fp32 [N] or None.
     out: [T, N], rows `out_stride` apart. block, split, token_block: which columns (counted in acc's), split and rows acc is of.
-    partials, counters: see `rows_launch.scratch_for`. GROUPS: eights of tokens that are finished together, W / 4 at least.
+    partials, counters: see `rows_launch.scratch_for`. GROUPS: eights of tokens that are finished together, W / 4 at least. HELPERS: as in
+    `arrivals.arrive`; where there are several, each program must have begun (`arrivals.begin`).
     """
     W: gl.constexpr = acc.shape[0] // 16
-    PROGRAMS: gl.constexpr = 8 // W  # that share a block of 128 columns
+    HALVES: gl.constexpr = 8 // W  # programs that share a split of 128 columns
     SUMS: gl.constexpr = 64 * BT
     TOKENS: gl.constexpr = 8 * GROUPS
-    shared = token_block * (N // _BLOCK) + block // PROGRAMS
+    shared = block_counter(block, token_block, N, W)
     base = partials + shared.to(gl.int64) * (2 * SPLITS * SUMS)
-    mine = base + (split * 2 + block % PROGRAMS) * SUMS
+    mine = base + (split * 2 + block % HALVES) * SUMS
     gl.store(mine + _private_offsets(BT // 8, SUMS, W), _to_private(acc, BT, W))
     gl.thread_barrier()
-    if gl.atomic_add(counters + shared, 1, sem="acq_rel") == PROGRAMS * SPLITS - 1:
+    index, count = arrive(counters + shared, HALVES * SPLITS, HELPERS)
+    if index >= 0:
         L: gl.constexpr = _turn_layout(4, TOKENS, W)
-        n = block // PROGRAMS * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(1, L))
+        n = block // HALVES * _BLOCK + gl.arange(0, _BLOCK, gl.SliceLayout(1, L))
         t = token_block * BT + gl.arange(0, TOKENS, gl.SliceLayout(0, L))
         scale = gl.load(svh + n).to(gl.float32)[:, None]
+        shift = None
         if bias is not None:
             shift = gl.load(bias + n)[:, None]
         place = base + _private_offsets(GROUPS, SUMS, W)
         at = out + t.to(gl.int64)[None, :] * out_stride + n[:, None]
-        for _ in range(gl.cdiv(gl.minimum(T - token_block * BT, BT), TOKENS)):
-            total = _sum_of_splits(place, GROUPS, SPLITS, 2 * SUMS, W)
-            if PROGRAMS == 2:
-                right = _sum_of_splits(place + SUMS, GROUPS, SPLITS, 2 * SUMS, W)
-                whole = gl.join(total, right).permute((2, 0, 1)).reshape([_BLOCK, TOKENS])
-            else:
-                whole = total
-            # Each a single rounded operation, in this order: linear/reference.py rotate_back.
-            y = _transform(whole, TOKENS, W) * 0.088388347648 * scale
-            if bias is not None:
-                y = y + shift
-            gl.store(at, y.to(out.dtype.element_ty), mask=(t < T)[None, :] & (n < N)[:, None])
-            t += TOKENS
-            at += TOKENS * out_stride
-            place += GROUPS * 512
-        gl.atomic_xchg(counters + shared, 0, sem="relaxed")
+        turns = gl.cdiv(gl.minimum(T - token_block * BT, BT), TOKENS)
+        if HELPERS == 1:
+            for _ in range(turns):
+                y = _finished(place, scale, shift, TOKENS, SPLITS, SUMS, W)
+                gl.store(at, y.to(out.dtype.element_ty), mask=(t < T)[None, :] & (n < N)[:, None])
+                t += TOKENS
+                at += TOKENS * out_stride
+                place += TOKENS * 64
+        else:
+            # Offsets made anew each turn hold fewer registers than pointers that move.
+            for turn in range(index, turns, count):
+                y = _finished(place + turn * (TOKENS * 64), scale, shift, TOKENS, SPLITS, SUMS, W)
+                inside = (t < T - turn * TOKENS)[None, :] & (n < N)[:, None]
+                gl.store(at + turn * (TOKENS * out_stride), y.to(out.dtype.element_ty), mask=inside)
+        leave(counters + shared, count, HELPERS)

@@ -28,9 +28,10 @@ class RowsShape:
     """How a launch is cut.
 
     token_tile: rows of a program. stages: of x in shared memory, 128 inputs each; whole: they hold a split's x at once, else they are a
-    ring. finish_tokens: rows that the last program of a block finishes together, 2 * warps at least. warps: of a program, 4 or 8, with
-    16 columns each. registers: most that a thread may take, where fewer than the compiler likes let more programs share an SM.
-    span: blocks of columns whose splits run together; all of them when None. spare: tiles of shared memory taken beyond the need.
+    ring. finish_tokens: rows of a block that a program finishes together, 2 * warps at least. warps: of a program, 4 or 8, with 16 columns
+    each. helpers: programs of `rows_wgmma` that share the finishing of a block, 8 at most. registers: most that a thread may take, where
+    fewer than the compiler likes let more programs share an SM. span: blocks of columns whose splits run together; all of them when None.
+    spare: tiles of shared memory taken beyond the need.
     """
 
     token_tile: int
@@ -38,6 +39,7 @@ class RowsShape:
     whole: bool
     finish_tokens: int
     warps: int = 4
+    helpers: int = 1
     registers: int | None = None
     span: int | None = None
     spare: int = 0
@@ -67,7 +69,8 @@ def wgmma_shape(in_features: int, out_features: int, rows: int) -> RowsShape:
     # Two tiles of 64 rows find their second copy of the words in L2; long splits of few columns gain more by decoding them once.
     most = 128 if in_features >= 2 * out_features else 64
     tile = next((tile for tile in (32, 64) if rows <= tile), most)
-    shape = RowsShape(tile, 2, False, 16, registers={32: 80, 64: 96}.get(tile))
+    finish = 8 if tile == 32 else 16
+    shape = RowsShape(tile, 2, False, finish, helpers=tile // finish, registers={32: 80, 64: 96}.get(tile))
     return in_spans(shape, in_features, out_features, rows)
 
 

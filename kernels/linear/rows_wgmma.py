@@ -22,8 +22,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import device_class
 from espalier.kernels.exl3.decode import advance, decode_words, load_at, word_pointers
+from espalier.kernels.linear.arrivals import begin, fresh
 from espalier.kernels.linear.dependent_launch import let_dependents_start, wait_for_inputs
-from espalier.kernels.linear.epilogue import finish
+from espalier.kernels.linear.epilogue import block_counter, finish
 from espalier.kernels.linear.group import LinearGroup
 from espalier.kernels.linear.places import member_of, program_place, row_words, split_blocks
 from espalier.kernels.linear.rows_launch import (
@@ -50,10 +51,12 @@ def _fetch(xd, row, k, ready, xs, stage, BT: gl.constexpr, there):
 def _split_sum(
     xd,
     words,
+    counter,
     column,
     row,
     first,
     blocks,
+    HELPERS: gl.constexpr,
     RUNS: gl.constexpr,
     INDEX: gl.constexpr,
     W: gl.constexpr,
@@ -62,7 +65,8 @@ def _split_sum(
     SPARE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    # the partial sum over blocks `first`, first + 1, ... of 128 inputs; x rows from `row` of the descriptor on
+    # the partial sum over blocks `first`, first + 1, ... of 128 inputs; x rows from `row` of the descriptor on; counter, HELPERS: of
+    # `arrivals.begin`
     RUN: gl.constexpr = RUNS[INDEX]
     ROW: gl.constexpr = row_words(RUN)
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, BT, 16])
@@ -78,6 +82,7 @@ def _split_sum(
         wait_for_inputs()
     for i in gl.static_range(STAGES):
         _fetch(xd, row, (first + i) * 128, ready.index(i), xs, i, BT, i < blocks)
+    begin(counter, HELPERS)
     acc = gl.zeros([16 * W, BT], gl.float32, ACC)
     for i in range(blocks):
         stage = i % STAGES
@@ -118,6 +123,7 @@ def rows_wgmma(
     STAGES: gl.constexpr,
     SPARE: gl.constexpr,
     GROUPS: gl.constexpr,
+    HELPERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
     # grid: see `program_place`; a block is 16 W columns. words: a tensor for each run; RUNS: (first column, end, rate2, codebook) of each;
@@ -128,12 +134,17 @@ def rows_wgmma(
     member = member_of(column, ENDS)
     # A tile that runs past a member's rows reads the next one's, for outputs nobody stores.
     row = member * T + token_block * BT
+    counter = counters + block_counter(fresh(block), fresh(token_block), N, W)
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, BT, 16])
     acc = gl.zeros([16 * W, BT], gl.float32, ACC)
     for i in gl.static_range(len(RUNS)):
         if (column >= RUNS[i][0]) & (column < RUNS[i][1]):
-            acc = _split_sum(xd, words[i], column, row, first, blocks, RUNS, i, W, BT, STAGES, SPARE, PDL)
-    finish(acc, svh, bias, out, partials, counters, T, out_stride, block, split, token_block, N, BT, SPLITS, GROUPS)
+            acc = _split_sum(
+                xd, words[i], counter, column, row, first, blocks, HELPERS, RUNS, i, W, BT, STAGES, SPARE, PDL
+            )  # fmt: skip
+    finish(
+        acc, svh, bias, out, partials, counters, T, out_stride, block, split, token_block, N, BT, SPLITS, GROUPS, HELPERS
+    )  # fmt: skip
 
 
 def scratch_size(in_features: int, widths: tuple[int, ...], rows: int) -> ScratchSize:
@@ -167,6 +178,7 @@ def launch_as(x_rot: Tensor, group: LinearGroup, out: Tensor, scratch: Scratch, 
         rows,
         out.stride(0),
         **kernel_constants(group, shape),
+        HELPERS=shape.helpers,
         PDL=True,
         num_warps=shape.warps,
         maxnreg=register_cap(shape, group, device_class(x_rot.device)),

@@ -62,6 +62,7 @@ def test_what_the_kernels_ask_of_a_shape() -> None:
             for shape in shapes(width, rows):
                 assert shape.warps in (4, 8) and shape.columns * 2 in (128, 256)
                 assert shape.token_tile % shape.finish_tokens == 0 and shape.finish_tokens >= 2 * shape.warps
+                assert 1 <= shape.helpers <= min(8, shape.token_tile // shape.finish_tokens)
                 assert shape.stages == longest // 128 if shape.whole else shape.stages >= 2
                 assert shape.stages * shape.token_tile * 256 < 99 * 1024, "shared memory of the smallest cards"
 
@@ -153,7 +154,7 @@ def compiled(
         "counters": "*i32",
     }
     if form == "rows_wgmma":
-        kernel = one_run_wgmma
+        kernel, constants["HELPERS"] = one_run_wgmma, shape.helpers
         pointers["x"] = f"tensordesc<fp16[{shape.token_tile}, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
     else:
         kernel, constants["WHOLE"], pointers["x"] = one_run_mma, shape.whole, "*fp16"
@@ -183,11 +184,11 @@ if HAS_TRITON:
     def one_run_wgmma(
         x, words, svh, bias, out, partials, counters, T, out_stride, K: gl.constexpr, N: gl.constexpr, RUNS: gl.constexpr,
         ENDS: gl.constexpr, SPLITS: gl.constexpr, SPAN: gl.constexpr, W: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
-        SPARE: gl.constexpr, GROUPS: gl.constexpr, PDL: gl.constexpr,
+        SPARE: gl.constexpr, GROUPS: gl.constexpr, HELPERS: gl.constexpr, PDL: gl.constexpr,
     ):  # fmt: skip
         rows_wgmma.rows_wgmma(
             x, (words,), svh, bias, out, partials, counters, T, out_stride, K, N, RUNS, ENDS, SPLITS, SPAN, W,
-            BT, STAGES, SPARE, GROUPS, PDL
+            BT, STAGES, SPARE, GROUPS, HELPERS, PDL
         )  # fmt: skip
 
 

@@ -66,6 +66,15 @@ def shapes(width: int) -> Iterable[tuple[str, RowsShape]]:
             yield "rows_wgmma", dataclasses.replace(wgmma_shape(width, width // 2, rows), span=16, spare=1)
 
 
+def finishes(width: int) -> Iterable[tuple[str, RowsShape]]:
+    """Other ways to share the finishing of a block."""
+    if device_class(torch.device("cuda")).capability == (9, 0):
+        for rows in (32, 64, 128):
+            shape = wgmma_shape(width, width // 2, rows)
+            yield "rows_wgmma", dataclasses.replace(shape, helpers=1)
+            yield "rows_wgmma", dataclasses.replace(shape, finish_tokens=8, helpers=rows // 16)
+
+
 def run(form: str, x: Tensor, group: LinearGroup, shape: RowsShape, dtype: torch.dtype) -> tuple[Tensor, Scratch]:
     from espalier.kernels.linear import rows_mma
 
@@ -96,7 +105,7 @@ def partial_sums(scratch: Scratch, rows: int, group: LinearGroup, shape: RowsSha
 @pytest.mark.parametrize("with_bias", [False, True], ids=["plain", "bias"])
 def test_the_output_is_the_reference_of_the_partial_sums(dtype: torch.dtype, with_bias: bool) -> None:
     group, x = group_of(640, MIXED, with_bias), rotated(640, len(MIXED))
-    for form, shape in shapes(640):
+    for form, shape in (*shapes(640), *finishes(640)):
         for rows in (3, 70):
             out, scratch = run(form, x[:, :rows], group, shape, dtype)
             total = reference.add_in_order(partial_sums(scratch, rows, group, shape))
@@ -107,7 +116,7 @@ def test_the_output_is_the_reference_of_the_partial_sums(dtype: torch.dtype, wit
 def test_bits_do_not_depend_on_the_cut_or_the_rows(width: int) -> None:
     group, x = group_of(width, ONE), rotated(width, 1)
     whole, _ = run("rows_mma", x, group, mma_shape(width, 8), torch.float32)
-    for form, shape in shapes(width):
+    for form, shape in (*shapes(width), *finishes(width)):
         for rows in ROWS:
             out, _ = run(form, x[:, :rows], group, shape, torch.float32)
             assert torch.equal(out, whole[:rows]), (form, shape, rows)
@@ -174,3 +183,29 @@ def test_two_streams_at_once() -> None:
     for out, alone, scratch in zip(many, solo, scratches, strict=True):
         assert torch.equal(out, alone.expand_as(out))
         assert not scratch.counters.any()
+
+
+@pytest.mark.parametrize("rows", [24, 64])
+def test_streams_that_fill_the_device_do_not_wait_for_each_other_for_ever(rows: int) -> None:
+    """Programs that help to finish a block wait for others of their launch; here four launches at once have more programs than fit."""
+    if device_class(torch.device("cuda")).capability != (9, 0):
+        pytest.skip("rows_wgmma is for Hopper")
+    from espalier.kernels.linear import rows_wgmma
+
+    group, x = group_of(4224, ((8192, 4.0, Codebook.MUL1),)), rotated(4224, 1)[:, :rows].contiguous()
+    shape = wgmma_shape(4224, 8192, rows)
+    alone, _ = run("rows_wgmma", x, group, dataclasses.replace(shape, helpers=1), torch.float16)
+    size = rows_wgmma.scratch_size(4224, (8192,), rows)
+    lanes = [
+        (torch.cuda.Stream(), allocate_scratch(size, x.device), torch.full_like(alone, torch.nan))  # type: ignore[no-untyped-call]
+        for _ in range(4)
+    ]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, scratch, out in lanes:
+            with torch.cuda.stream(stream):
+                out.fill_(torch.nan)
+                rows_wgmma.launch(x, group, out, scratch)
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, alone) for _, _, out in lanes)
+    assert not any(scratch.counters.any() for _, scratch, _ in lanes)
