@@ -1,10 +1,10 @@
 #!/bin/sh
 # Receipts of the engine on one GPU: what results/*-engine.md is made of. Needs torch, Triton and NumPy; nothing of Ray, no installed espalier.
 #   benchmarks/engine_receipts.sh WORK OUT [STEP ...]
-# WORK: folder for random models (20 GB). OUT: folder for logs and JSON. Steps, all by default and in this order:
-#   models      an 8B- and a 27B-shaped model at 4 bits
-#   speed       8B: every level against solo runs, resumed against cold, cold prompts, of larger rounds too; a long prompt that arrives among 16 streams
-#   wide        27B: 16 and 64 streams against solo runs, cold prompts
+# WORK: folder for random models (35 GB). OUT: folder for logs and JSON. Steps, all by default and in this order:
+#   models      an 8B- and a 27B-shaped model at 4 bits, the latter at 3.5 too
+#   speed       8B: every level against solo runs, cold prompts, in smaller rounds too; mixed prompts, resumed against cold, a long prompt that arrives
+#   wide        27B at both rates: 16 and 64 streams against solo runs, cold prompts
 #   same        8B, few layers: the same tokens with graphs and without, on two tracks, with preemption, and in two processes at once
 #   soak        8B: six minutes of random requests, a fifth of them abandoned
 #   round       where a round's time goes; what exactness costs
@@ -35,25 +35,30 @@ bench() { # name model options...
     step "$name" "$PYTHON" -m espalier.deploy bench --device cuda --engine "$WORK/$model" --json "$OUT/$name.json" "$@"
 }
 
-random_model() { # name shape options...
-    [ -d "$WORK/$1" ] || "$PYTHON" -m espalier.deploy.random_model "$WORK/$1" --shape "$2" --bits 4 --head-bits 6 ${3:-} ${4:-}
+random_model() { # name shape bits options...
+    [ -d "$WORK/$1" ] || "$PYTHON" -m espalier.deploy.random_model "$WORK/$1" --shape "$2" --bits "$3" --head-bits 6 ${4:-} ${5:-}
 }
 
 SAME="--context 2048 --greedy --prompt-tokens 17 --distinct 64 --tokens 500 --levels 64"
 for wanted in "$@"; do
     case $wanted in
     models)
-        random_model 8b qwen3-8b
-        random_model 27b qwen3-27b
-        random_model 8b-4 qwen3-8b --layers 4
-        random_model 8b-12 qwen3-8b --layers 12
+        random_model 8b qwen3-8b 4
+        random_model 27b qwen3-27b 4
+        random_model 27b-3.5 qwen3-27b 3.5
+        random_model 8b-4 qwen3-8b 4 --layers 4
+        random_model 8b-12 qwen3-8b 4 --layers 12
         ;;
     speed)
-        bench speed 8b --context 16384 --greedy --levels 1,4,8,16,32,64 --prompt-tokens 512 --distinct 64 --tokens 200 --prefill 2048,8192 --fresh
-        bench chunks-4096 8b --context 16384 --greedy --levels 1 --prompt-tokens 17 --distinct 2 --tokens 32 --prefill 8192 --batch-tokens 4096
-        bench arrival 8b --context 16384 --levels 16 --prompt-tokens 300,17,1000 --distinct 12 --tokens 200 --arrival 8192
+        bench speed 8b --context 16384 --levels 1,4,8,16,32,64 --prompt-tokens 512 --distinct 64 --tokens 200 --prefill 2048,8192
+        bench chunks-2048 8b --context 16384 --greedy --levels 1 --prompt-tokens 17 --distinct 2 --tokens 32 --prefill 8192 --batch-tokens 2048
+        bench mixed 8b --context 16384 --seeded --levels 16 --prompt-tokens 300,17,1000 --distinct 16 --tokens 200 --arrival 8192 --fresh
         ;;
-    wide) bench wide 27b --context 16384 --levels 1,16,64 --prompt-tokens 512 --distinct 6 --tokens 96 --reps 2 --prefill 2048,8192 ;;
+    wide)
+        for model in 27b 27b-3.5; do
+            bench "$model" "$model" --context 16384 --levels 1,16,64 --prompt-tokens 512 --distinct 32 --tokens 96 --prefill 2048,8192
+        done
+        ;;
     same)
         # shellcheck disable=SC2086 (options are words)
         {
@@ -70,7 +75,9 @@ for wanted in "$@"; do
         ;;
     soak) bench soak 8b --context 4096 --soak 360 --levels 64 --distinct 64 ;;
     round)
-        step round "$PYTHON" -m espalier.replicas.gpu.profile "$WORK/8b" --prompts 2048,8192 --batch-tokens 2048 --json "$OUT/round.json"
+        for model in 8b 27b; do
+            step "round-$model" "$PYTHON" -m espalier.replicas.gpu.profile "$WORK/$model" --prompts 2048 --batch-tokens 2048 --json "$OUT/round-$model.json"
+        done
         step price "$PYTHON" benchmarks/price_of_exactness.py "$WORK/8b-12" --json "$OUT/price.json"
         ;;
     *)

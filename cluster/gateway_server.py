@@ -4,32 +4,25 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
 from espalier import __version__
-from espalier.cluster.call import STALLED_S
 from espalier.cluster.catalog import ServedText
 from espalier.cluster.config import ClusterConfig, ServedModel
 from espalier.cluster.discovery import Discovery
 from espalier.cluster.gateway import Gateway
 from espalier.cluster.ingress.grpc import start_grpc_server
 from espalier.cluster.ingress.http import build_http_app
+from espalier.cluster.ingress.http_server import CLOSE_S, HttpServer, listen
 from espalier.cluster.logs import LogConfig, configure_logging
 from espalier.cluster.metrics import ClusterMetrics
 from espalier.cluster.replica_board import BOARD
 from espalier.cluster.tracing import start_tracing
 
 log = logging.getLogger(__name__)
-
-BACKLOG = 2048
-# After the drain nothing runs any more; this only bounds the closing of idle connections.
-CLOSE_S = 2.0
 
 LoadText = Callable[[ServedModel], ServedText]
 
@@ -52,17 +45,8 @@ class GatewayServer:
         self._tracer = start_tracing(config.tracing, "espalier-gateway")
         texts = {model.name: await asyncio.to_thread(load_text, model) for model in config.models}
         self._gateway = Gateway(config, texts, ClusterMetrics(version=__version__), tracer=self._tracer)
-        listener = _listen(config.gateway.host, config.gateway.http_port)
-        self._http = uvicorn.Server(
-            uvicorn.Config(
-                build_http_app(self._gateway, config.gateway, self._tracer),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                timeout_graceful_shutdown=int(CLOSE_S),
-            )
-        )
+        listener = listen(config.gateway.host, config.gateway.http_port)
+        self._http = HttpServer(build_http_app(self._gateway, config.gateway, self._tracer))
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="http server")
         self._grpc, grpc_port = await start_grpc_server(self._gateway, config.gateway, self._tracer)
         self._ports = GatewayPorts(http=listener.getsockname()[1], grpc=grpc_port)
@@ -100,12 +84,3 @@ class GatewayServer:
         await self._gateway.fleet.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises OSError when the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    # Connections inherit it: the kernel resets one whose peer is dead, or whose window has been shut for so long.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_S * 1000)
-    return listener

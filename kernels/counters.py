@@ -1,6 +1,6 @@
 """The contract of device memory that launches share: counters are zero on entry and zero again on exit; partial sums may hold anything.
 
-A split product's last program to arrive at an output block adds the partial sums and writes its own counter back to 0, so nobody clears
+The last programs of a split product to arrive at an output block add the partial sums and write its counter back to 0, so nobody clears
 counters between calls. Two launches that may run at the same time must not share a `Scratch`: one per CUDA stream. A launcher says what it
 needs as a `ScratchSize`; who owns the memory, and when it grows, is not known here (`replicas/streams/counters.py`).
 """

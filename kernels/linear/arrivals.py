@@ -1,23 +1,17 @@
 """Which programs finish a block of columns, and when its sums are complete. Gluon device functions over one counter word a block.
 
-The last program to arrive would do it alone while its neighbours leave their SMs empty. With HELPERS over 1, the last that many to arrive
-finish the block together: those that come before the last one wait for it. A program waits only for programs that have begun, so it never
-keeps the place that another needs to begin: who arrives before all have begun declines, and leaves as the others do.
+Alone, the last program to arrive would finish the block while its neighbours leave their SMs empty. With HELPERS over 1, the last that many
+to arrive finish it together: those that come before the last one wait for it. A program waits only for programs that have begun, so it
+never keeps the place that another needs to begin: who arrives before all have begun declines, and leaves as the others do.
 
-The word, zero before and after a launch: bits 0 to 7 programs that arrived, 8 to 11 how many of the HELPERS - 1 that come before the last have
-answered, 12 to 15 how many of these help, 16 to 23 programs that began, 24 to 31 how many are done. Benchmarks: notes/exl3-linear-rows.md.
+The word, zero before and after a launch: bits 0 to 7 programs that arrived, 8 to 11 how many of the last ones but one have answered, 12 to
+15 how many of these help, 16 to 23 programs that began, 24 to 31 how many are done. Benchmarks: notes/exl3-linear-rows.md.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803, N806 (compile-time constants of kernels are in capitals, as Triton's own are)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-
-@gluon.jit
-def fresh(index):
-    """The same int32, not known to be the same: what is made of it is made again where it is needed again, and holds no register between."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -31,9 +25,11 @@ def begin(counter, HELPERS: gl.constexpr):
 def arrive(counter, PROGRAMS: gl.constexpr, HELPERS: gl.constexpr):
     """(this program's index among those that finish the block, how many they are), once all sums are visible; (-1, 0) for the others.
 
-    PROGRAMS: that share the word, at most 128; HELPERS: at most 8 of them. All of the program's own sums must be stored, and its threads past a
-    barrier.
+    PROGRAMS: that share the word, at most 128; HELPERS: at most 8. The program must have begun (`begin`), its own sums must be stored, and its
+    threads past a barrier.
     """
+    gl.static_assert(PROGRAMS <= 128)
+    gl.static_assert(HELPERS <= 8)
     MOST: gl.constexpr = HELPERS if HELPERS < PROGRAMS else PROGRAMS
     word = gl.atomic_add(counter, 1, sem="acq_rel") + 1
     rank = word & 0xFF
@@ -43,7 +39,7 @@ def arrive(counter, PROGRAMS: gl.constexpr, HELPERS: gl.constexpr):
         if rank == PROGRAMS:
             index = 0
             count = 1
-    elif rank > PROGRAMS - MOST:
+    elif (rank > PROGRAMS - MOST) & (rank <= PROGRAMS):
         all_begun = (word >> 16) & 0xFF == PROGRAMS
         if rank < PROGRAMS:
             gl.atomic_add(counter, gl.where(all_begun, 0x1100, 0x100), sem="relaxed")

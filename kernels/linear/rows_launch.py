@@ -132,7 +132,9 @@ def scratch_for(in_features: int, out_features: int, rows: int, shape: RowsShape
 
 
 def run_constants(group: LinearGroup) -> tuple[tuple[int, int, int, int], ...]:
-    """(first column, end, 2 * rate, codebook's number) of each run."""
+    """(first column, end, 2 * rate, codebook's number) of each run. They cover all columns: a program of none would never begin."""
+    ends = [0, *(run.first_column + run.columns for run in group.runs)]
+    assert ends == [*(run.first_column for run in group.runs), group.out_features]
     return tuple(
         (run.first_column, run.first_column + run.columns, int(2 * run.rate), run.codebook.number) for run in group.runs
     )

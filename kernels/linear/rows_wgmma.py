@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from espalier.kernels.counters import Scratch, ScratchSize
 from espalier.kernels.device import device_class
 from espalier.kernels.exl3.decode import advance, decode_words, load_at, word_pointers
-from espalier.kernels.linear.arrivals import begin, fresh
+from espalier.kernels.linear.arrivals import begin
 from espalier.kernels.linear.dependent_launch import let_dependents_start, wait_for_inputs
 from espalier.kernels.linear.epilogue import block_counter, finish
 from espalier.kernels.linear.group import LinearGroup
@@ -37,6 +37,12 @@ from espalier.kernels.linear.rows_launch import (
     wgmma_shape,
 )
 from espalier.kernels.linear.splits import num_splits
+
+
+@gluon.jit
+def _again(index):
+    """The same int32, which the compiler does not know: what is made of it is made anew at the end, and holds no registers until then."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [index], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -134,7 +140,7 @@ def rows_wgmma(
     member = member_of(column, ENDS)
     # A tile that runs past a member's rows reads the next one's, for outputs nobody stores.
     row = member * T + token_block * BT
-    counter = counters + block_counter(fresh(block), fresh(token_block), N, W)
+    counter = counters + block_counter(_again(block), _again(token_block), N, W)
     ACC: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[W, 1], instr_shape=[16, BT, 16])
     acc = gl.zeros([16 * W, BT], gl.float32, ACC)
     for i in gl.static_range(len(RUNS)):

@@ -2,7 +2,7 @@
 
 Counters are zeroed when the pool grows and never again: every launch leaves them at zero. A pool grows in `reserve`, at load. From the
 first captured graph on it never does, because graphs hold its addresses. A launch that died half way leaves a counter behind that would
-spoil every later sum: `check` finds it. One pool belongs to one stream and to the thread that launches there.
+spoil every later sum, or keep it waiting: `check` finds it. One pool belongs to one stream and to the thread that launches there.
 """
 
 from collections.abc import Callable

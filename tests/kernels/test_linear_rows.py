@@ -217,7 +217,10 @@ def test_the_portable_form_compiles_for_every_card(capability: int, rows: int) -
 def test_the_hopper_form_compiles(rows: int) -> None:
     code = compiled("rows_wgmma", 90, 5120, rows)
     assert code.stack == 0
-    assert any(opcode.startswith("HGMMA") for _, opcode, _ in code.instructions)
+    opcodes = [opcode.split(".")[0] for _, opcode, _ in code.instructions]
+    assert opcodes.index("ACQBULK") < opcodes.index("REDG") < opcodes.index("HGMMA"), (
+        "a program says early that it has begun"
+    )
     assert not code.overwritten_operands()
 
 
@@ -246,6 +249,7 @@ def test_no_rate_spills(rate: float, codebook: int) -> None:
 def test_only_words_are_read_before_the_wait(form: str, rows: int) -> None:
     """Two steps of them, a lane's own and its neighbour's; whoever launched before may still be writing anything else."""
     before = compiled(form, 90, 5120, rows).before_wait()
+    assert not any(opcode.startswith(WRITES) for opcode in before), "counters are the launch before's until then"
     loads = [opcode for opcode in before if opcode.startswith(READS)]
     assert len(loads) == 4 and all(opcode.startswith("LDG") and opcode.endswith(".128") for opcode in loads)
     assert not [opcode for opcode in before if opcode.startswith((*WRITES, "EXIT"))]

@@ -16,7 +16,8 @@ from tests.support.linears import move, random_linear
 
 pytestmark = pytest.mark.gpu
 
-# Few programs, many splits: two of these fit the device at once.
+# Few programs, many splits: two of these fit the device at once. So few rows that no program waits for another: two launches that share a
+# counter would wait for ever.
 NUM_IN, NUM_OUT, ROWS = 4096, 512, 8
 CALLS, REPLAYS = 50, 20
 # More than the splits of a sum: no later launch finds its last arrival, and none brings the counter back to zero.
