@@ -1,7 +1,6 @@
 """GatewayServer: the Serve deployment that holds a Gateway and its two servers, each on a port of its own. Serve's proxy is not in their way."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import uuid
@@ -72,15 +71,18 @@ class GatewayServer:
             if task.done():
                 raise RuntimeError(f"{task.get_name()} has ended")
 
-    async def __del__(self) -> None:
-        # Serve awaits this once when it stops the replica.
+    async def close(self) -> None:
+        """Drains, then stops listening and tells whoever still asks; returns when all connections are closed."""
         await self._gateway.drain(self._config.gateway.drain_timeout_s)
         self._discovery_task.cancel()
         self._http.should_exit = True
         await self._grpc.stop(CLOSE_S)
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(self._http_task, self._discovery_task)
+        await asyncio.wait((self._http_task, self._discovery_task))
         # Only now: the replicas wait for these streams to end before they stop.
         await self._gateway.fleet.close()
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
+
+    async def __del__(self) -> None:
+        # Serve awaits this once when it stops the replica.
+        await self.close()

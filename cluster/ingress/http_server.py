@@ -4,7 +4,7 @@ import asyncio
 import socket
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.cluster.call import STALLED_S
 
@@ -21,6 +21,8 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     # Connections inherit it: the kernel resets one whose peer is dead, or whose window has been shut for so long.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_S * 1000)
+    # And this: an event loop may not see that they are TCP, and then small answers wait for the last one's acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
@@ -28,9 +30,12 @@ class HttpServer(uvicorn.Server):
     """Serves an app until `should_exit`. A request on a connection that was open then gets its answer, which the app may make a refusal."""
 
     def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._listens = True
         super().__init__(
             uvicorn.Config(
-                app,
+                self._answer,
+                interface="asgi3",
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -39,9 +44,19 @@ class HttpServer(uvicorn.Server):
             )
         )
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start" and not self._listens:
+                # A busy client would send its next request just as its connection is closed.
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, receive, send_last)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no more connections, and closes those that it has, idle ones a little later."""
+        """Takes no more connections, and closes those that it has: busy ones after their answer, idle ones a little later."""
         for server in self.servers:
             server.close()
+        self._listens = False
         await asyncio.sleep(LINGER_S)
         await super().shutdown(sockets)

@@ -16,11 +16,12 @@ from tests.support.local_link import until
 ASK = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
-def test_connections_of_clients_that_take_nothing_are_reset() -> None:
+def test_connections_of_clients_that_take_nothing_are_reset_and_small_answers_do_not_wait() -> None:
     with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == STALLED_S * 1000
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
 def test_a_port_in_use_is_refused() -> None:
@@ -41,7 +42,8 @@ def test_a_request_that_arrives_while_it_stops_is_answered(used_before: bool) ->
         reader, writer = await asyncio.open_connection(*address)
         if used_before:
             writer.write(ASK)
-            assert (await reader.readuntil(b"stopping")).startswith(b"HTTP/1.1 503")
+            first = await reader.readuntil(b"stopping")
+            assert first.startswith(b"HTTP/1.1 503") and b"connection: close" not in first
         else:
             await until(lambda: bool(server.server_state.connections))
         server.should_exit = True
@@ -49,7 +51,8 @@ def test_a_request_that_arrives_while_it_stops_is_answered(used_before: bool) ->
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*address)
         writer.write(ASK)
-        assert (await reader.readuntil(b"stopping")).startswith(b"HTTP/1.1 503")
+        last = await reader.readuntil(b"stopping")
+        assert last.startswith(b"HTTP/1.1 503") and b"connection: close" in last
         assert await reader.read() == b""
         writer.close()
         await serving
