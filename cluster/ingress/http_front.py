@@ -1,5 +1,6 @@
 """What surrounds every HTTP request: key, error bodies, count, one log line, bounded reading of bodies. Knows no route's meaning."""
 
+import asyncio
 import logging
 import time
 import uuid
@@ -27,7 +28,7 @@ from espalier.cluster.ingress.errors import (
 from espalier.cluster.origin import ORIGIN, Origin, at_work_for
 from espalier.cluster.trace_context import TRACEPARENT, TRACESTATE, read_trace_context
 from espalier.cluster.tracing import Span, Tracer, Value
-from espalier.replicas.errors import EngineError, InvalidRequestError
+from espalier.replicas.errors import DrainingError, EngineError, InvalidRequestError
 
 log = logging.getLogger(__name__)
 
@@ -155,11 +156,21 @@ class HttpFront:
         except (ClientDisconnectedError, ClientDisconnect):
             record.status = STATUS_CLIENT_LEFT
             self._metrics.client_disconnect("http")
+        except asyncio.CancelledError:
+            # The server stops, and this request has not even come in whole.
+            if record.status:
+                raise
+            await self._refuse(DrainingError("the gateway is stopping"), record, scope, receive, send)
         except Exception as error:
-            shown = wire_error(error)
-            record.failed(shown.code)
-            if record.status == 0:
-                await error_response(shown)(scope, receive, send)
+            await self._refuse(error, record, scope, receive, send)
+
+    async def _refuse(
+        self, error: Exception, record: RequestRecord, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        shown = wire_error(error)
+        record.failed(shown.code)
+        if record.status == 0:
+            await error_response(shown)(scope, receive, send)
 
     def _begin_span(self, tracer: Tracer, record: RequestRecord) -> None:
         """Only once the key is known to be good: strangers leave no traces."""
