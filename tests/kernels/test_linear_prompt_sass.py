@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.linears import POINTERS
 from tests.support.sass import compile_kernel, needs_triton
 
 
@@ -20,14 +21,6 @@ def test_hopper_form_overlaps_and_does_not_spill(tokens: int, rate2: int) -> Non
     from espalier.kernels.linear import prompt_wgmma
 
     box = f"tensordesc<fp16[{tokens}, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
-    pointers = {
-        "words": "*i32",
-        "svh": "*fp16",
-        "bias": "*fp32",
-        "out": "*fp16",
-        "partials": "*fp32",
-        "counters": "*i32",
-    }
     constants = {
         "ENDS": (8, 16),
         "NB": 16,
@@ -38,7 +31,7 @@ def test_hopper_form_overlaps_and_does_not_spill(tokens: int, rate2: int) -> Non
     }
     code = compile_kernel(
         prompt_wgmma.prompt_wgmma,
-        {"x": box} | pointers | dict.fromkeys(("T", "out_stride", "blocks", "whole", "dealers"), "i32"),
+        {"x": box} | POINTERS | dict.fromkeys(("T", "out_stride", "blocks", "whole", "dealers"), "i32"),
         constants | {"CODEBOOK": 2},
         capability=90,
         num_warps=prompt_wgmma.NUM_WARPS,

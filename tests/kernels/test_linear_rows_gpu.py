@@ -14,7 +14,7 @@ from espalier.kernels.exl3.codebook import Codebook
 from espalier.kernels.exl3.layout import RATES
 from espalier.kernels.exl3.reference import decode_inner
 from espalier.kernels.linear import reference
-from espalier.kernels.linear.dispatch import Form, possible_forms
+from espalier.kernels.linear.dispatch import Form, choose_form, load_form, possible_forms
 from espalier.kernels.linear.exl3_linear import allocate_scratch
 from espalier.kernels.linear.group import LinearGroup, pack_group
 from espalier.kernels.linear.rows_launch import (
@@ -188,14 +188,10 @@ def test_two_streams_at_once() -> None:
 @pytest.mark.parametrize("rows", [24, 64])
 def test_streams_that_fill_the_device_do_not_wait_for_each_other_for_ever(rows: int) -> None:
     """Programs that help to finish a block wait for others of their launch; here four launches at once have more programs than fit."""
-    if device_class(torch.device("cuda")).capability != (9, 0):
-        pytest.skip("rows_wgmma is for Hopper")
-    from espalier.kernels.linear import rows_wgmma
-
     group, x = group_of(4224, ((8192, 4.0, Codebook.MUL1),)), rotated(4224, 1)[:, :rows].contiguous()
-    shape = wgmma_shape(4224, 8192, rows)
-    alone, _ = run("rows_wgmma", x, group, dataclasses.replace(shape, helpers=1), torch.float16)
-    size = rows_wgmma.scratch_size(4224, (8192,), rows)
+    form = load_form(choose_form(device_class(x.device), rows, 8192))
+    alone, _ = run("rows_mma", x, group, mma_shape(4224, rows), torch.float16)
+    size = form.scratch_size(4224, (8192,), rows)
     lanes = [
         (torch.cuda.Stream(), allocate_scratch(size, x.device), torch.full_like(alone, torch.nan))  # type: ignore[no-untyped-call]
         for _ in range(4)
@@ -205,7 +201,7 @@ def test_streams_that_fill_the_device_do_not_wait_for_each_other_for_ever(rows: 
         for stream, scratch, out in lanes:
             with torch.cuda.stream(stream):
                 out.fill_(torch.nan)
-                rows_wgmma.launch(x, group, out, scratch)
+                form.launch(x, group, out, scratch)
         torch.cuda.synchronize()
         assert all(torch.equal(out, alone) for _, _, out in lanes)
     assert not any(scratch.counters.any() for _, scratch, _ in lanes)

@@ -14,6 +14,16 @@ from espalier.kernels.linear.group import LinearGroup
 if TYPE_CHECKING:
     from espalier.kernels.linear.expert_route import Route
 
+# Triton's names of the types that the forms' pointers have, but for x.
+POINTERS = {
+    "words": "*i32",
+    "svh": "*fp16",
+    "bias": "*fp32",
+    "out": "*fp16",
+    "partials": "*fp32",
+    "counters": "*i32",
+}
+
 
 def random_linear(num_in: int, num_out: int, rate: float, codebook: Codebook, seed: int = 0) -> Exl3Tensors:
     """[num_in, num_out] on the CPU: random trellis, scales of both signs, outputs of about the inputs' size."""
