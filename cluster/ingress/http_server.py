@@ -11,7 +11,7 @@ from espalier.cluster.call import STALLED_S
 BACKLOG = 2048
 # How long requests that were sent before the door closed may take to arrive: connections that seem idle are closed after it.
 LINGER_S = 0.5
-# After the drain nothing runs any more; this only bounds the closing of idle connections.
+# After the drain nothing runs any more; this bounds the wait for requests that do not come in whole.
 CLOSE_S = 2.0
 
 

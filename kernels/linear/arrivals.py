@@ -4,8 +4,8 @@ Alone, the last program to arrive would finish the block while its neighbours le
 to arrive finish it together: those that come before the last one wait for it. A program waits only for programs that have begun, so it
 never keeps the place that another needs to begin: who arrives before all have begun declines, and leaves as the others do.
 
-The word, zero before and after a launch: bits 0 to 7 programs that arrived, 8 to 11 how many of the last ones but one have answered, 12 to
-15 how many of these help, 16 to 23 programs that began, 24 to 31 how many are done. Benchmarks: notes/exl3-linear-rows.md.
+The word, zero before and after a launch: bits 0 to 7 programs that arrived, 8 to 11 how many of those that may help have answered whether
+they do, 12 to 15 how many do, 16 to 23 programs that began, 24 to 31 how many are done with their part. Benchmarks: notes/exl3-linear-rows.md.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: N803, N806 (compile-time constants of kernels are in capitals, as Triton's own are)
